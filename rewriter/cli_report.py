@@ -1,0 +1,94 @@
+"""What the command line shows: answers on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+SLOW_STEP = 2.0  # seconds from which a finished step leaves a line
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A command's result, once for machines and once for people."""
+
+    data: dict[str, Any]
+    text: list[RenderableType]
+
+
+def show(answer: Answer, as_json: bool) -> None:
+    """Print the answer on stdout: one JSON object, or the text."""
+    if as_json:
+        sys.stdout.write(json.dumps(answer.data, indent=2, default=_plain) + "\n")
+        return
+    console = Console()
+    for part in answer.text:
+        console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def show_error(error: BaseException, as_json: bool, hint: str = "") -> None:
+    """A short panel on stderr; with `as_json` also one JSON object on stdout."""
+    message = str(error).strip() or type(error).__name__
+    if as_json:
+        sys.stdout.write(json.dumps({"error": {"type": type(error).__name__, "message": message}}) + "\n")
+    body = Text(message)
+    cause = error.__cause__
+    if cause is not None and str(cause).strip() and str(cause).strip()[:80] not in message:
+        body.append(f"\n\ncause: {type(cause).__name__}: {str(cause).strip()[:500]}", style="dim")
+    if hint:
+        body.append(f"\n\n{hint}", style="dim")
+    Console(stderr=True).print(Panel(body, title=type(error).__name__, title_align="left", border_style="red"))
+
+
+@contextlib.contextmanager
+def step(title: str) -> Iterator[None]:
+    """A spinner while the step runs (on a terminal), and its time once it is over where it was slow."""
+    console = Console(stderr=True)
+    start = time.monotonic()
+    with console.status(title):
+        yield
+    seconds = time.monotonic() - start
+    if seconds >= SLOW_STEP:
+        console.print(Text(f"{title}: {seconds:.1f} s", style="dim"))
+
+
+def facts(title: str, rows: dict[str, str]) -> Table:
+    """A two-column table."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, Text(value))
+    return table
+
+
+def graph_text(model: nn.Module) -> str:
+    """The readable code of a rewritten model (a GraphModule)."""
+    return str(model.print_readable(print_output=False))  # type: ignore[operator]
+
+
+def diff(before: str, after: str) -> Text:
+    """Unified diff of two graph texts, coloured on a terminal."""
+    styles = {"+": "green", "-": "red", "@": "cyan"}
+    text = Text()
+    for line in difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", lineterm="", n=2):
+        text.append(line + "\n", style=styles.get(line[:1], ""))
+    return text
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return str(value)
