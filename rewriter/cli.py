@@ -105,8 +105,6 @@ def answers(command: Callable[..., Answer]) -> Callable[..., None]:
             raise typer.Exit(_exit_code(error)) from error
         show(answer, as_json)
 
-    # `from __future__ import annotations` leaves text that typer must resolve in this module.
-    run.__annotations__ = {**command.__annotations__, "return": None}
     return run
 
 

@@ -74,7 +74,7 @@ def _from_config(folder: Path) -> Loaded:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         factory = _architecture(transformers, config)
         weights = any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
-        model = factory.from_pretrained(folder, local_files_only=True) if weights else factory._from_config(config)
+        model = factory.from_pretrained(folder, local_files_only=True) if weights else factory(config)
     except UsageError:
         raise
     except Exception as error:
@@ -85,7 +85,7 @@ def _from_config(folder: Path) -> Loaded:
 def _architecture(transformers: ModuleType, config: Any) -> Any:
     names = getattr(config, "architectures", None)
     if not names:
-        return transformers.AutoModel
+        return transformers.MODEL_MAPPING[type(config)]
     factory = getattr(transformers, names[0], None)
     if factory is None:
         raise UsageError(
