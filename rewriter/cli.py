@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
-import tempfile
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -26,9 +24,13 @@ import resfx.export
 from resfx import passes
 from resfx.cli_inputs import Args, Kwargs, UsageError, complete_inputs
 from resfx.cli_models import load_model
-from resfx.cli_report import Answer, diff, facts, graph_text, show, show_error, step
+from resfx.cli_report import Answer, diff, facts, graph_text, rewritten_table, show, show_error, step
 from resfx.demo import run_demo
+from resfx.export.capture import trace
+from resfx.export.errors import OutputPathError
+from resfx.export.paths import checked_path, staged
 from resfx.libraries import example_inputs
+from resfx.passes.errors import FormError
 from resfx.patterns.errors import ResfxError
 
 app = typer.Typer(
@@ -154,8 +156,8 @@ def rewrite(
     debug: Debug = False,
 ) -> Answer:
     """Rewrite a model's residuals. Without -o nothing is written: the change of the graph is shown."""
-    _check_form(form)
-    _check_output(output, ".pt2")
+    passes.from_spec(form)  # a mistake in it is better told before the model is loaded
+    target = None if output is None else checked_path(output, suffix=".pt2")
     module, args, kwargs = _prepare(model, inputs, dtype, seed)
     options = _options(select, stream, warm_start, frontend)
     result = _rewritten(module, form, args, kwargs, options)
@@ -164,11 +166,11 @@ def rewrite(
         text.append(_change(module, result, args, kwargs, options))
     if graph:
         text.append(Text(graph_text(result)))
-    if output is not None:
+    if target is not None:
         with step("save"):
-            _save(result, output, args, kwargs)
+            _save(result, target, args, kwargs)
     data = _summary(result, form, output)
-    return Answer(data, [*text, facts("rewritten", {name: _line(value) for name, value in data.items()})])
+    return Answer(data, [*text, rewritten_table(data)])
 
 
 @app.command()
@@ -189,16 +191,15 @@ def export(
     debug: Debug = False,
 ) -> Answer:
     """Rewrite a model, export it, run the exported file and compare its numbers with PyTorch's."""
-    _check_form(form)
-    _check_output(output, ".onnx" if to is Target.onnx else ".pt2")
+    passes.from_spec(form)
+    target = checked_path(output, suffix=".onnx" if to is Target.onnx else ".pt2")
     module, args, kwargs = _prepare(model, inputs, dtype, seed)
     result = _rewritten(module, form, args, kwargs, _options(select, stream, warm_start, frontend))
     with step(f"export to {to.value} and check"):
         lower = resfx.export.to_onnx if to is Target.onnx else resfx.export.to_aoti
-        report = lower(result, output, args, kwargs)
+        report = lower(result, target, args, kwargs)
     data = _summary(result, form, output)
-    table = facts("rewritten", {name: _line(value) for name, value in data.items()})
-    return Answer({**data, "report": report}, [table, Text(str(report))])
+    return Answer({**data, "report": report}, [rewritten_table(data), Text(str(report))])
 
 
 @app.command()
@@ -238,27 +239,6 @@ def _prepare(spec: str, inputs: list[str] | None, dtype: Dtype | None, seed: int
     return module.to(target), args, kwargs
 
 
-def _check_form(spec: str) -> None:
-    """A form that can't be read is a usage error, found before the model is loaded."""
-    try:
-        passes.from_spec(spec)
-    except ResfxError as error:
-        raise UsageError(f"--form {spec}: {error}") from error
-
-
-def _check_output(path: Path | None, suffix: str) -> None:
-    if path is None:
-        return
-    if path.is_dir():
-        raise UsageError(f"-o {path} is a folder. Name a file in it: {path / ('model' + suffix)}")
-    if path.suffix != suffix:
-        raise UsageError(f"-o {path}: the file's name must end in {suffix}.")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"-o {path}: there is no folder {path.parent}.")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise UsageError(f"-o {path}: the folder {path.parent} can't be written.")
-
-
 def _options(
     select: list[str] | None, stream: list[int] | None, warm_start: bool, frontend: Frontend
 ) -> dict[str, Any]:
@@ -284,11 +264,9 @@ def _save(result: nn.Module, path: Path, args: Args, kwargs: Kwargs) -> None:
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor):
             shapes[leaf] = dict.fromkeys(range(leaf.dim()), torch.export.Dim.AUTO)
-    program = torch.export.export(result.eval(), args, kwargs, dynamic_shapes=shapes, strict=False)
-    with tempfile.TemporaryDirectory(dir=path.absolute().parent) as folder:
-        draft = Path(folder) / path.name
+    program = trace(result.eval(), result, args, kwargs, shapes, asked=False)
+    with staged(path) as draft:
         torch.export.save(program, draft)
-        os.replace(draft, path)
 
 
 def _summary(result: nn.Module, form: str, output: Path | None) -> dict[str, Any]:
@@ -305,16 +283,8 @@ def _summary(result: nn.Module, form: str, output: Path | None) -> dict[str, Any
     }
 
 
-def _line(value: Any) -> str:
-    if isinstance(value, dict):
-        return "\n".join(f"{name} {item}" for name, item in value.items()) or "-"
-    if isinstance(value, list):
-        return "\n".join(value) or "-"
-    return "-" if value is None else str(value)
-
-
 def _exit_code(error: Exception) -> int:
-    return 2 if isinstance(error, UsageError) else 1
+    return 2 if isinstance(error, UsageError | FormError | OutputPathError) else 1
 
 
 def _hint(error: Exception) -> str:

@@ -44,17 +44,17 @@ def complete_inputs(model: nn.Module, known: tuple[Args, Kwargs] | None, specs: 
     Raises UsageError where a spec can't be read, names no argument of `forward`, or a required argument has no value.
     """
     given = dict(parse_input(spec, model) for spec in specs)
-    if known is not None and not given:
-        return known
     signature = inspect.signature(model.forward)
     _refuse_unknown(model, signature, given)
-    values = {**_named(signature, known), **given}
+    values = {**_named(model, signature, known), **given}
     missing = [name for name in _required(signature) if name not in values]
     if missing:
         shown = " ".join(f"--input {name}=float32[2,...]" for name in missing)
         raise UsageError(
             f"{type(model).__name__}.forward needs {', '.join(missing)}, and nothing says what to pass.\nTry: {shown}"
         )
+    if known is not None and not given:
+        return known
     return _split(signature, values)
 
 
@@ -130,12 +130,15 @@ def _refuse_unknown(model: nn.Module, signature: inspect.Signature, given: Mappi
             )
 
 
-def _named(signature: inspect.Signature, known: tuple[Args, Kwargs] | None) -> Kwargs:
+def _named(model: nn.Module, signature: inspect.Signature, known: tuple[Args, Kwargs] | None) -> Kwargs:
     """Known example inputs by argument name."""
     if known is None:
         return {}
     args, kwargs = known
-    bound = signature.bind_partial(*args, **kwargs).arguments
+    try:
+        bound = signature.bind_partial(*args, **kwargs).arguments
+    except TypeError as error:
+        raise UsageError(f"The example arguments do not fit {type(model).__name__}.forward: {error}.") from error
     named: Kwargs = {}
     for name, value in bound.items():
         if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:

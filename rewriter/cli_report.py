@@ -74,6 +74,20 @@ def facts(title: str, rows: dict[str, str]) -> Table:
     return table
 
 
+def rewritten_table(data: dict[str, Any]) -> Table:
+    """The summary of a rewrite, for people."""
+    tensors = data["parameters"]
+    rows = {
+        "form": data["form"],
+        "sites": f"{data['rewritten']} of {data['sites']} rewritten",
+        "new parameters": f"{data['parameters_added']:,} in {len(tensors)} tensors, under residual.*",
+        "left plain": "\n".join(data["refused"]),
+        "notes": "\n".join(data["notes"]),
+        "saved": data["output"] or "",
+    }
+    return facts("rewritten", {name: value for name, value in rows.items() if value})
+
+
 def graph_text(model: nn.Module) -> str:
     """The readable code of a rewritten model (a GraphModule)."""
     return str(model.print_readable(print_output=False))  # type: ignore[operator]

@@ -118,9 +118,9 @@ def test_specs_lie_over_known_inputs() -> None:
 
 
 def test_unknown_and_missing_names() -> None:
-    with pytest.raises(UsageError, match="no argument 'idz'.*ids, mask, scale, flag"):
+    with pytest.raises(UsageError, match=r"no argument 'idz'.*ids, mask, scale, flag"):
         complete_inputs(Net(), None, ["idz=int64[2,5]"])
-    with pytest.raises(UsageError, match="needs ids.*\n.*--input ids="):
+    with pytest.raises(UsageError, match=r"needs ids.*\n.*--input ids="):
         complete_inputs(Net(), None, ["flag=True"])
 
 

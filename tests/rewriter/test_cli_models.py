@@ -81,7 +81,7 @@ def test_refused_in_a_file(user: Path, name: str, reason: str) -> None:
 @pytest.mark.parametrize("text", ["import nothing_of_the_kind", "def f(:", "1 / 0"])
 def test_a_file_that_cannot_be_imported(tmp_path: Path, text: str) -> None:
     (tmp_path / "bad.py").write_text(text)
-    with pytest.raises(UsageError, match="(?s)can't be imported.*bad.py:1"):
+    with pytest.raises(UsageError, match=r"(?s)can't be imported.*bad.py:1"):
         load_model(f"{tmp_path / 'bad.py'}:f")
 
 
