@@ -1,0 +1,104 @@
+"""`forward` with the user's own signature on top of a graph with flat inputs and outputs."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import CodeGen
+
+from resfx.signature import CallSignature
+
+_LITERALS = (type(None), bool, int, str)
+
+
+class CallCodeGen(CodeGen):
+    """Generates `def forward(self, <the user's parameters>)`: bind, run the graph, pack the output.
+
+    While torch.export runs in non-strict mode the graph is interpreted instead, so that the exported nodes keep the
+    source lines and module paths of the nodes here.
+    """
+
+    def __init__(self, signature: CallSignature) -> None:
+        super().__init__()
+        self.signature = signature
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallCodeGen:
+        # The signature is immutable and may hold values that don't copy.
+        return CallCodeGen(self.signature)
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
+        parameters = self.signature.parameters
+        names = [variable.split(":")[0].split("#")[0].strip() for variable in free_vars if variable != "self"]
+        values = "".join(f"{name}, " for name in parameters.parameters)
+        lines = [
+            f"def {self._func_name}({self._parameter_list()}):",
+            f"    _flat = _call.inputs(({values}))",
+            "    if _interpreted():",
+            "        return _call.output(_interpret(self, _flat))",
+        ]
+        if names:
+            lines.append(f"    {', '.join(names)}, = _flat")
+        return "\n".join(lines)
+
+    def generate_output(self, output_args: Any, **options: Any) -> str:
+        return f"return _call.output({output_args!r})"
+
+    def process_inputs(self, *args: Any) -> Any:
+        return args
+
+    def process_outputs(self, outputs: Any) -> Any:
+        return outputs
+
+    def additional_globals(self) -> list[tuple[str, Any]]:
+        found: list[tuple[str, Any]] = [
+            ("_call", self.signature),
+            ("_interpreted", _interpreted),
+            ("_interpret", _interpret),
+        ]
+        for name, parameter in self.signature.parameters.parameters.items():
+            if parameter.default is not inspect.Parameter.empty and type(parameter.default) not in _LITERALS:
+                found.append((f"_default_{name}", parameter.default))
+        return found
+
+    def _parameter_list(self) -> str:
+        parts = ["self"]
+        star = False
+        positional_only = 0
+        for name, parameter in self.signature.parameters.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                parts.append(f"*{name}")
+                star = True
+                continue
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                parts.append(f"**{name}")
+                continue
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not star:
+                parts.append("*")
+                star = True
+            parts.append(name + self._default(parameter))
+            if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+                positional_only = len(parts)
+        if positional_only:
+            parts.insert(positional_only, "/")
+        return ", ".join(parts)
+
+    @staticmethod
+    def _default(parameter: inspect.Parameter) -> str:
+        if parameter.default is inspect.Parameter.empty:
+            return ""
+        if type(parameter.default) in _LITERALS:
+            return f"={parameter.default!r}"
+        return f"=_default_{parameter.name}"
+
+
+def _interpreted() -> bool:
+    """Is torch.export tracing us in non-strict mode?"""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+def _interpret(module: torch.nn.Module, flat: list[torch.Tensor]) -> Any:
+    with fx.traceback.preserve_node_meta():
+        return fx.Interpreter(module).run(*flat, enable_io_processing=False)

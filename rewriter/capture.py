@@ -1,0 +1,57 @@
+"""Capture: nn.Module -> flat graph -> folded graph on the user's own module tree.
+
+`capture` gives the flat graph in which the search finds the sites. `capture_folded` captures again, calls back with that
+second flat graph, and folds every leaf module into one `call_module` of the user's own instance.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from resfx.capture_errors import CaptureError, DynamicDimSpecialized, GuardError, NotAModule
+from resfx.captured import Captured, Mode, ModuleCall
+from resfx.export_capture import export_flat
+
+__all__ = [
+    "CaptureError",
+    "Captured",
+    "DynamicDimSpecialized",
+    "GuardError",
+    "ModuleCall",
+    "NotAModule",
+    "capture",
+]
+
+
+def check_module(model: Any) -> nn.Module:
+    """Raises NotAModule for anything that is no nn.Module."""
+    if isinstance(model, nn.Module):
+        return model
+    what = f"the class `{model.__name__}`, not an instance" if isinstance(model, type) else f"a {type(model).__name__}"
+    raise NotAModule(
+        f"expected a torch.nn.Module, got {what}. Pass the module itself; a function fits into an nn.Module's forward."
+    )
+
+
+def capture(
+    model: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    frontend: str = "export",
+    mode: Mode = "eval",
+) -> Captured:
+    """The model as one flat, functional graph on its own parameters; the model itself stays as it was.
+
+    Args follow torch.export.export; by default every dimension the model leaves open stays open.
+    Raises NotAModule, DynamicDimSpecialized (a dimension asked for in `dynamic_shapes` is fixed by the model) and
+    CaptureError (with the failing source line).
+    """
+    module = check_module(model)
+    arguments = (tuple(args), dict(kwargs or {}))
+    if frontend == "export":
+        return export_flat(module, *arguments, dynamic_shapes, mode).captured
+    raise CaptureError(f"unknown frontend {frontend!r}: choose 'export' or 'fx'")

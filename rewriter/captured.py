@@ -1,0 +1,52 @@
+"""What a capture hands on: the graph, how to call it, and what is known about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from torch import fx
+
+from resfx.signature import CallSignature
+
+Mode: TypeAlias = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """The `index`-th call (from 0) of the submodule at `path`.
+
+    `args`, `kwargs` and `output` are pytrees: `fx.Node` where a tensor or a symbolic size goes, constants elsewhere.
+    """
+
+    path: str
+    index: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+    @property
+    def key(self) -> str:
+        return f"{self.path}@{self.index}" if self.index else self.path
+
+
+@dataclass
+class Captured:
+    """A flat graph on the user's own module tree.
+
+    `graph_module`: placeholders are the flattened tensor inputs, named after the arguments; `get_attr` targets are the
+    user's parameter and buffer names. `open_dims` and `fixed_dims` list input dimensions as (argument, axis).
+    """
+
+    graph_module: fx.GraphModule
+    signature: CallSignature
+    mode: Mode
+    frontend: str
+    calls: list[ModuleCall] = field(default_factory=list)
+    open_dims: list[tuple[str, int]] = field(default_factory=list)
+    fixed_dims: list[tuple[str, int]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.graph_module.graph

@@ -1,0 +1,88 @@
+"""What has to be switched off while a model is captured, and put back exactly afterwards, also on failure."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from resfx.captured import Mode
+
+
+@contextlib.contextmanager
+def training_mode(model: nn.Module, mode: Mode | None) -> Iterator[None]:
+    """Put the whole tree in `mode`; afterwards every submodule has its own flag back."""
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        if mode is not None:
+            model.train(mode == "train")
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+@contextlib.contextmanager
+def _plain_attention() -> Iterator[None]:
+    """nn.TransformerEncoderLayer and MultiheadAttention fuse a whole layer into one op where gradients are off."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+class _PlainCheckpoint:
+    """Stands in for CheckpointFunction: runs the region with gradients on."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    def apply(self, function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
+        self.seen.append("reentrant")
+        return function(*args)
+
+
+@contextlib.contextmanager
+def _plain_checkpoints(seen: list[str]) -> Iterator[None]:
+    """Run checkpointed regions plainly: the reentrant kind is exported under no_grad otherwise and loses gradients.
+
+    Patches two module attributes of torch.utils.checkpoint (the second one is private and only watched).
+    """
+    module: Any = torch.utils.checkpoint
+    original = module.CheckpointFunction
+    generator = getattr(module, "_checkpoint_without_reentrant_generator", None)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append("non-reentrant")
+        return generator(*args, **kwargs)  # type: ignore[misc]
+
+    module.CheckpointFunction = _PlainCheckpoint(seen)
+    if generator is not None:
+        module._checkpoint_without_reentrant_generator = watched
+    try:
+        yield
+    finally:
+        module.CheckpointFunction = original
+        if generator is not None:
+            module._checkpoint_without_reentrant_generator = generator
+
+
+@contextlib.contextmanager
+def capturing(model: nn.Module, mode: Mode | None, seen_checkpoints: list[str]) -> Iterator[None]:
+    """Everything a capture needs around it."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(training_mode(model, mode))
+        stack.enter_context(_plain_attention())
+        stack.enter_context(_plain_checkpoints(seen_checkpoints))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        yield

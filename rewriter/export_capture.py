@@ -1,0 +1,168 @@
+"""The export route from end to end: attempts over dynamic shapes, unlifting, functionalising, calling convention."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from resfx import libraries
+from resfx.calling import CallCodeGen
+from resfx.capture_errors import CaptureError, DynamicDimSpecialized, GuardError
+from resfx.captured import Captured, Mode
+from resfx.dynamic import Attempt, asked_dims, attempts, canonical_call
+from resfx.environment import capturing
+from resfx.export_route import Unlifted, input_guards, unlift
+from resfx.failure import capture_failure, is_data_dependent, is_unknown_output
+from resfx.signature import CallSignature, Constant, Items, Template, TensorSlot, forward_signature, input_templates
+
+CHECKPOINT_NOTE = "activation checkpoints in the glue are not kept: the result does not recompute there"
+
+
+@dataclass
+class Exported:
+    """One export: the program, its flat graph, and the attempt that worked."""
+
+    program: torch.export.ExportedProgram
+    unlifted: Unlifted
+    captured: Captured
+    attempt: Attempt
+
+
+def export_flat(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    mode: Mode,
+    preserve: Sequence[str] = (),
+    only: Attempt | None = None,
+) -> Exported:
+    """Export in `mode`. `preserve` names the leaves whose call signatures are kept, `only` fixes the attempt."""
+    parameters = forward_signature(model)
+    try:
+        args, kwargs = canonical_call(parameters, args, kwargs)
+    except TypeError as error:
+        raise capture_failure(error, model, "export") from error
+    seen_checkpoints: list[str] = []
+    with capturing(model, mode, seen_checkpoints), libraries.without_cache(model) as uncached:
+        tries = [only] if only is not None else list(attempts(parameters, args, kwargs, dynamic_shapes))
+        exported = _first_success(model, tries, parameters, (args, kwargs), mode, preserve)
+    captured = exported.captured
+    if uncached:
+        captured.notes.append(libraries.CACHE_NOTE)
+    if seen_checkpoints:
+        captured.notes.append(CHECKPOINT_NOTE)
+    _check_asked(captured, asked_dims(dynamic_shapes, parameters, args, kwargs))
+    return exported
+
+
+def _first_success(
+    model: nn.Module,
+    tries: Sequence[Attempt],
+    parameters: inspect.Signature,
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    mode: Mode,
+    preserve: Sequence[str],
+) -> Exported:
+    first: Exception | None = None
+    for attempt in tries:
+        try:
+            program = torch.export.export(
+                model,
+                attempt.args,
+                attempt.kwargs,
+                dynamic_shapes=attempt.dynamic_shapes or None,
+                strict=False,
+                preserve_module_call_signature=tuple(preserve),
+            )
+        except Exception as error:
+            first = first or error
+            if is_data_dependent(error) or is_unknown_output(error):
+                break
+            continue
+        exported = _assemble(program, model, attempt, parameters, mode)
+        if _accepts(exported.captured.signature, *example):
+            return exported
+        # Growing a size of 1 shut the user's own example out.
+    if first is None:
+        raise CaptureError("the export route fits none of the examples to their own guards; pass larger examples")
+    raise capture_failure(first, model, "export") from first
+
+
+def _accepts(signature: CallSignature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        signature.inputs(signature.bind(args, kwargs))
+    except GuardError:
+        return False
+    return True
+
+
+def _assemble(
+    program: torch.export.ExportedProgram, model: nn.Module, attempt: Attempt, parameters: inspect.Signature, mode: Mode
+) -> Exported:
+    unlifted = unlift(program, model)
+    templates, tensors = input_templates(parameters, attempt.args, attempt.kwargs)
+    if len(tensors) != len(unlifted.inputs):
+        raise CaptureError(
+            f"the export route has {len(unlifted.inputs)} tensor inputs, the call has {len(tensors)}:"
+            " a tensor default of forward, or a container torch flattens differently. Pass every tensor explicitly."
+        )
+    labels = _labels(templates, len(tensors))
+    signature = CallSignature(
+        parameters=parameters,
+        templates=tuple(_with_library_defaults(template) for template in templates),
+        n_inputs=len(tensors),
+        out_spec=program.call_spec.out_spec,
+        guards=input_guards(unlifted.inputs, labels, program),
+        hints=libraries.HINTS,
+    )
+    module = unlifted.module
+    module.graph.set_codegen(CallCodeGen(signature))
+    module.recompile()
+    captured = Captured(module, signature, mode, "export", notes=unlifted.notes)
+    for node, label in zip(unlifted.inputs, labels, strict=True):
+        for axis, size in enumerate(node.meta["val"].shape):
+            (captured.fixed_dims if isinstance(size, int) else captured.open_dims).append((label, axis))
+    return Exported(program, unlifted, captured, attempt)
+
+
+def _labels(templates: Sequence[Template], count: int) -> list[str]:
+    labels = [""] * count
+
+    def visit(template: Template) -> None:
+        if isinstance(template, TensorSlot):
+            labels[template.index] = template.label
+        elif not isinstance(template, Constant):
+            for child in template.children:
+                visit(child)
+
+    for template in templates:
+        visit(template)
+    return labels
+
+
+def _with_library_defaults(template: Template) -> Template:
+    """Constants that a library reads as "the default" accept the values that mean the same."""
+    if isinstance(template, Items) and template.keys is not None:
+        children = tuple(_with_library_defaults(child) for child in template.children)
+        return Items(children, template.label, template.keys)
+    if isinstance(template, Constant):
+        same = libraries.SAME_AS_DEFAULT.get(template.label, ())
+        if template.value in same:
+            return Constant(template.value, template.label, same)
+    return template
+
+
+def _check_asked(captured: Captured, asked: Sequence[tuple[str, int, Any]]) -> None:
+    fixed = set(captured.fixed_dims)
+    for label, axis, wish in asked:
+        if (label, axis) in fixed:
+            raise DynamicDimSpecialized(
+                f"argument `{label}`, axis {axis}: asked to be dynamic ({wish}), but the model fixes its size."
+                " Leave it out of dynamic_shapes, use Dim.AUTO, or remove the code that depends on the exact size."
+            )

@@ -1,0 +1,199 @@
+"""The `torch.export` route: an ExportedProgram becomes a flat graph on the user's own parameters."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+
+from resfx.capture_errors import CaptureError
+from resfx.guards import Guards, build_guards
+from resfx.regions import inline_regions
+from resfx.root import add_constant, free_name, graft
+
+_PLACED = (InputKind.PARAMETER, InputKind.BUFFER)
+
+
+@dataclass
+class Unlifted:
+    """The flat graph of an exported program. `origin[(graph, name)]` finds today's node by its name in the export;
+    `graph` is 0 for the top level, else the number of the region it came from.
+    """
+
+    module: fx.GraphModule
+    inputs: list[fx.Node]
+    origin: dict[tuple[int, str], fx.Node]
+    parents: dict[int, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def unlift(program: torch.export.ExportedProgram, model: nn.Module) -> Unlifted:
+    """Parameters and buffers become `get_attr` of the user's names, regions are inlined, asserts removed."""
+    module = graft(model)
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    inputs = _user_placeholders(program, graph, env)
+    _attributes(program, module, graph, env)
+    origin: dict[tuple[int, str], fx.Node] = {(0, old.name): new for old, new in env.items() if new is not None}
+    bodies: list[str] = []
+    _body(program, module, graph, env, origin, bodies)
+    module.graph = graph
+    result = Unlifted(module, inputs, origin)
+    inline_regions(module, bodies, origin, result.parents, result.notes)
+    remove_asserts(module.graph)
+    return result
+
+
+def _user_placeholders(program: torch.export.ExportedProgram, graph: fx.Graph, env: dict[fx.Node, Any]) -> list[fx.Node]:
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    found = []
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        if spec.kind is not InputKind.USER_INPUT:
+            continue
+        if isinstance(spec.arg, ConstantArgument) or not isinstance(node.meta.get("val"), torch.Tensor):
+            env[node] = None
+            continue
+        new = graph.placeholder(node.name)
+        new.meta = copy.copy(node.meta)
+        env[node] = new
+        found.append(new)
+    return found
+
+
+def _attributes(
+    program: torch.export.ExportedProgram, module: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any]
+) -> None:
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.USER_INPUT or not node.users:
+            continue
+        target = spec.target or node.name
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            # A tensor literal, or a plain tensor attribute that is no buffer.
+            target = add_constant(module, node.name, program.constants[target])
+        elif spec.kind not in _PLACED:
+            raise CaptureError(
+                f"the export route met a {spec.kind.name.lower()} input `{target}`, which a rewritten module can't hold."
+                " Remove the custom object from the model, or use frontend='fx'."
+            )
+        new = graph.get_attr(target)
+        new.name = node.name
+        new.meta = copy.copy(node.meta)
+        env[node] = new
+
+
+def _body(
+    program: torch.export.ExportedProgram,
+    module: fx.GraphModule,
+    graph: fx.Graph,
+    env: dict[fx.Node, Any],
+    origin: dict[tuple[int, str], fx.Node],
+    bodies: list[str],
+) -> None:
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            _output(program, node, graph, env)
+            continue
+        if node.op == "get_attr":
+            new = _subgraph(program, node, module, graph)
+            bodies.append(str(new.target))
+        else:
+            new = graph.node_copy(node, lambda old: env[old])
+        env[node] = new
+        origin[(0, node.name)] = new
+
+
+def _subgraph(
+    program: torch.export.ExportedProgram, node: fx.Node, module: fx.GraphModule, graph: fx.Graph
+) -> fx.Node:
+    """The body of a higher-order op (a region, a branch of cond) moves over under a free name."""
+    target = str(node.target)
+    value: Any = program.graph_module
+    for part in target.split("."):
+        value = getattr(value, part)
+    name = free_name(module, target.replace(".", "_"))
+    setattr(module, name, value)
+    new = graph.get_attr(name)
+    new.meta = copy.copy(node.meta)
+    return new
+
+
+def _output(program: torch.export.ExportedProgram, node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any]) -> None:
+    values = []
+    for spec, value in zip(program.graph_signature.output_specs, node.args[0], strict=True):  # type: ignore[arg-type]
+        if spec.kind is not OutputKind.USER_OUTPUT:
+            raise CaptureError(
+                f"the export route met an output of kind {spec.kind.name} ({spec.target}). Assign state in place instead."
+            )
+        values.append(env[value] if isinstance(value, fx.Node) else value)
+    new = graph.output(tuple(values))
+    new.meta = copy.copy(node.meta)
+
+
+_ASSERTS = (
+    "_assert_tensor_metadata",
+    "_assert_async",
+    "_assert_scalar",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+    "_check_is_size",
+)
+
+
+def remove_asserts(graph: fx.Graph) -> None:
+    """Drop run-time assertions; what they say about inputs is checked once at entry."""
+    for node in reversed(list(graph.nodes)):
+        if node.op != "call_function" or node.users:
+            continue
+        if str(getattr(node.target, "__name__", node.target)).split(".")[0] in _ASSERTS:
+            graph.erase_node(node)
+    remove_dead(graph)
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Erase unused nodes; placeholders and nodes with an effect stay."""
+    graph.eliminate_dead_code(is_impure_node=has_effect)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Is the node needed even if nobody reads it? A random draw is: it moves the generator on."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op != "call_function":
+        return node.op == "call_module" or node.is_impure()
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            return True
+        return any(_writes(argument) for argument in target._schema.arguments)
+    return node.is_impure()
+
+
+def input_guards(inputs: list[fx.Node], labels: list[str], program: torch.export.ExportedProgram) -> Guards:
+    """What the export assumed about its inputs."""
+    values = [node.meta["val"] for node in inputs]
+    return build_guards(labels, values, dict(program.range_constraints), _assumptions(values))
+
+
+def _assumptions(values: list[Any]) -> list[Any]:
+    """The boolean expressions the shape environment relied on, in terms of the symbols that are left.
+
+    `ShapeEnv.guards` and `.replacements` are the one place where torch keeps them; there is no public reader.
+    """
+    for value in values:
+        environment = getattr(getattr(value, "fake_mode", None), "shape_env", None)
+        if environment is None:
+            continue
+        replacements = dict(environment.replacements)
+        return [guard.expr.xreplace(replacements) for guard in environment.guards]
+    return []
+
+
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)

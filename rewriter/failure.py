@@ -1,0 +1,105 @@
+"""Turns what a capture route threw into one message: route, module path, source line, what to try."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+
+import torch
+from torch import nn
+
+from resfx.capture_errors import CaptureError
+
+_TORCH = os.path.dirname(torch.__file__)
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_SKIPPED = (_TORCH, _HERE, os.path.dirname(os.__file__) + os.sep + "contextlib")
+
+_DATA_DEPENDENT = (
+    "GuardOnDataDependentSymNode",
+    "data-dependent",
+    "Data-dependent",
+    "data dependent",
+    "DataDependentOutputException",
+    "traced variables cannot be used as inputs to control flow",
+    "symbolically traced variables",
+)
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Did the capture stop at Python control flow on tensor values?"""
+    return any(
+        any(word in f"{type(link).__name__}: {link}" for word in _DATA_DEPENDENT) for link in _chain(error)
+    )
+
+
+def is_unknown_output(error: BaseException) -> bool:
+    return any("output" in str(link).lower() and _names_type_problem(str(link)) for link in _chain(error))
+
+
+def _names_type_problem(text: str) -> bool:
+    return "unsupported" in text.lower() or "pytree" in text.lower() or "register_dataclass" in text
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def _frames(tb: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    while tb is not None:
+        yield tb.tb_frame, tb.tb_lineno
+        tb = tb.tb_next
+
+
+def locate(error: BaseException, model: nn.Module) -> tuple[str | None, str | None]:
+    """(module path, `file:line: code`) of the innermost frame outside torch, from the first link that has one."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    for link in _chain(error):
+        path, source = None, None
+        for frame, line in _frames(link.__traceback__):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and id(owner) in paths:
+                path = paths[id(owner)]
+            name = frame.f_code.co_filename
+            if path is None or name.startswith(_SKIPPED) or name.startswith("<"):
+                continue
+            code = traceback.extract_tb(link.__traceback__)
+            text = next((f.line for f in code if f.filename == name and f.lineno == line), "")
+            source = f"{name}:{line}: {text}"
+        if source is not None:
+            return path, source
+    return None, None
+
+
+def capture_failure(error: BaseException, model: nn.Module, route: str) -> CaptureError:
+    """The CaptureError for `error`; raise it `from error`."""
+    path, source = locate(error, model)
+    where = f" in module `{path or type(model).__name__}`" if path is not None else ""
+    at = f"\n  at {source}" if source else ""
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return CaptureError(
+        f"the {route} route failed{where}: {type(error).__name__}: {reason[:400]}{at}\n  {_remedy(error, route)}"
+    )
+
+
+def _remedy(error: BaseException, route: str) -> str:
+    if is_data_dependent(error):
+        return (
+            "This is Python control flow on a tensor's values: use torch.cond there, pass the decision as an argument,"
+            " or use `resfx.attach`, which rewrites what Dynamo captures around it."
+        )
+    if is_unknown_output(error):
+        return (
+            "The model returns a container that torch cannot take apart. Switch it off by its keyword (for example"
+            " use_cache=False), or register it with torch.export.register_dataclass."
+        )
+    if isinstance(error, TypeError) and "argument" in str(error):
+        return "Check args and kwargs: they must be what the model's forward takes."
+    other = "fx" if route != "fx" else "export"
+    return f"Check that the model runs on these inputs; else try frontend='{other}' or `resfx.attach`."

@@ -1,0 +1,75 @@
+"""The finished module: the user's module tree, driven by a graph.
+
+Not an `fx.GraphModule` on purpose: torch.export interprets those directly, dropping forward hooks and the names of
+keyword arguments (two masks of one shape would be swapped silently).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import linecache
+from typing import Any
+
+from torch import fx, nn
+
+_numbers = itertools.count()
+
+
+class GraphedModule(nn.Module):
+    """An `nn.Module` whose forward is generated from `graph`; call `recompile()` after editing the graph.
+
+    Survives deepcopy, `.to()`, `.train()`/`.eval()`, torch.compile(fullgraph=True) and torch.export.
+    """
+
+    _graph: fx.Graph
+    code: str
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> GraphedModule:
+        # forward is generated per instance, so every instance gets its own class.
+        base = next(c for c in cls.__mro__ if not c.__dict__.get("_is_instance_class", False))
+        own = type(base.__name__, (base,), {"_is_instance_class": True, "__module__": base.__module__})
+        instance: GraphedModule = super().__new__(own)
+        return instance
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        """Take over the tree and the graph of `module`, which must not be used afterwards."""
+        super().__init__()
+        for key, value in module.__dict__.items():
+            if key in self.__dict__ and isinstance(self.__dict__[key], (dict, set)):
+                self.__dict__[key].update(value)
+        self.training = module.training
+        self.__dict__["_graph"] = module.graph
+        self.recompile()
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self._graph
+
+    def recompile(self) -> None:
+        """Generate forward from the graph as it is now."""
+        self._graph.owning_module = self  # type: ignore[assignment]
+        python = self._graph.python_code("self")
+        name = f"<resfx graph {next(_numbers)}>"
+        linecache.cache[name] = (len(python.src), None, python.src.splitlines(True), name)
+        namespace = dict(python.globals)
+        exec(compile(python.src, name, "exec"), namespace)
+        self.__dict__["code"] = python.src
+        type(self).forward = namespace["forward"]
+
+    def print_readable(self, print_output: bool = True) -> str:
+        """The generated code, with shapes."""
+        text = self._graph.python_code("self", verbose=True).src
+        if print_output:
+            print(text)
+        return text
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedModule:
+        new = GraphedModule.__new__(type(self))
+        memo[id(self)] = new
+        for key, value in self.__dict__.items():
+            if key != "_graph":
+                new.__dict__[key] = copy.deepcopy(value, memo)
+        new.__dict__["_graph"] = copy.deepcopy(self._graph, memo)
+        new.recompile()
+        return new

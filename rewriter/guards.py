@@ -1,0 +1,184 @@
+"""The one check at entry: do the inputs of a call lie inside what was captured?
+
+Sizes that the model left open are symbols; everything the capture assumed about them (equal, divisible, in a range)
+becomes a plain Python test on shapes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from resfx.capture_errors import GuardError
+
+# What sympy prints for the expressions of torch's shape environment, as plain integer functions.
+_FUNCTIONS: dict[str, Any] = {
+    "FloorDiv": lambda a, b: a // b,
+    "CleanDiv": lambda a, b: a // b,
+    "CeilDiv": lambda a, b: -(-a // b),
+    "Mod": lambda a, b: a % b,
+    "PythonMod": lambda a, b: a % b,
+    "ModularIndexing": lambda a, b, c: (a // b) % c,
+    "Max": lambda *values: max(values),
+    "Min": lambda *values: min(values),
+    "Eq": lambda a, b: a == b,
+    "Ne": lambda a, b: a != b,
+    "Abs": lambda a: abs(a),
+    "IntTrueDiv": lambda a, b: a / b,
+    "FloatTrueDiv": lambda a, b: a / b,
+    "TruncToInt": lambda a: int(a),
+    "FloorToInt": lambda a: int(a // 1),
+    "CeilToInt": lambda a: int(-(-a // 1)),
+    "ToFloat": lambda a: float(a),
+    "Identity": lambda a: a,
+    "PowByNatural": lambda a, b: a**b,
+    "True": True,
+    "False": False,
+}
+
+
+@dataclass(frozen=True)
+class TensorGuard:
+    """Rank, dtype, fixed sizes and bounds of one input. Bounds: (axis, least, most), most None where there is none."""
+
+    label: str
+    dtype: torch.dtype
+    rank: int
+    fixed: tuple[tuple[int, int], ...]
+    bounds: tuple[tuple[int, int, int | None], ...]
+
+
+@dataclass(frozen=True)
+class DimRule:
+    """The size of input `index` along `axis` equals `size(*symbols)`."""
+
+    index: int
+    axis: int
+    size: Callable[..., Any]
+    text: str
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A test on the open sizes that held at capture."""
+
+    test: Callable[..., Any]
+    text: str
+
+
+@dataclass(frozen=True)
+class Guards:
+    """Everything a capture assumed about its tensor inputs."""
+
+    tensors: tuple[TensorGuard, ...] = ()
+    symbols: tuple[tuple[int, int], ...] = ()  # where each open size is read: (input, axis)
+    rules: tuple[DimRule, ...] = ()
+    conditions: tuple[Condition, ...] = ()
+
+    def check(self, inputs: Sequence[Any]) -> None:
+        """Raises GuardError naming argument and axis."""
+        for guard, tensor in zip(self.tensors, inputs, strict=True):
+            _check_tensor(guard, tensor)
+        sizes = [inputs[index].shape[axis] for index, axis in self.symbols]
+        for rule in self.rules:
+            wanted = rule.size(*sizes)
+            got = inputs[rule.index].shape[rule.axis]
+            if got != wanted:
+                _fail(self.tensors[rule.index].label, rule.axis, f"{got}, but {rule.text} is {wanted}")
+        for condition in self.conditions:
+            if not condition.test(*sizes):
+                where = ", ".join(
+                    f"`{self.tensors[i].label}` axis {axis} = {size}"
+                    for (i, axis), size in zip(self.symbols, sizes, strict=True)
+                )
+                raise GuardError(f"{where}: the capture assumed {condition.text}. Capture again with such an example.")
+
+
+def _check_tensor(guard: TensorGuard, tensor: torch.Tensor) -> None:
+    if tensor.dim() != guard.rank:
+        raise GuardError(f"argument `{guard.label}` has {tensor.dim()} dimensions, at capture it had {guard.rank}.")
+    if tensor.dtype != guard.dtype:
+        raise GuardError(f"argument `{guard.label}` is {tensor.dtype}, at capture it was {guard.dtype}.")
+    for axis, size in guard.fixed:
+        if tensor.shape[axis] != size:
+            _fail(guard.label, axis, f"{tensor.shape[axis]}, but the model fixed it at {size}")
+    for axis, least, most in guard.bounds:
+        if tensor.shape[axis] < least:
+            _fail(guard.label, axis, f"{tensor.shape[axis]}, but the capture holds from {least} on")
+        if most is not None and tensor.shape[axis] > most:
+            _fail(guard.label, axis, f"{tensor.shape[axis]}, but the capture holds up to {most}")
+
+
+def _fail(label: str, axis: int, text: str) -> None:
+    raise GuardError(f"argument `{label}`, axis {axis}: size {text}. Capture again with this size as the example.")
+
+
+def _function(expression: str, symbols: Sequence[str]) -> Callable[..., Any] | None:
+    """`expression` as a Python function of the symbols, None where it uses a function we don't know."""
+    names = set(re.findall(r"[A-Za-z_]\w*", expression))
+    if not names <= {*symbols, *_FUNCTIONS}:
+        return None
+    function: Callable[..., Any] = eval(f"lambda {', '.join(symbols)}: {expression}", dict(_FUNCTIONS))
+    return function
+
+
+def _readable(expression: str, where: dict[str, str]) -> str:
+    return re.sub(r"[A-Za-z_]\w*", lambda match: where.get(match.group(), match.group()), expression)
+
+
+def _bounds(symbol: Any, ranges: dict[Any, Any]) -> tuple[int, int | None] | None:
+    """(least, most) that go beyond torch's own assumption of at least 2, which holds for 0 and 1 as well."""
+    found = ranges.get(symbol)
+    if found is None:
+        return None
+    least = int(found.lower) if found.lower.is_integer else 0
+    most = int(found.upper) if found.upper.is_integer and found.upper < 2**48 else None
+    if least <= 2 and most is None:
+        return None
+    return (least if least > 2 else 0, most)
+
+
+def build_guards(
+    labels: Sequence[str], values: Sequence[torch.Tensor], ranges: dict[Any, Any], assumed: Iterable[Any]
+) -> Guards:
+    """Guards for inputs with (fake) `values`; `ranges` maps symbols to their range, `assumed` are boolean expressions."""
+    names: dict[Any, str] = {}
+    symbols: list[tuple[int, int]] = []
+    where: dict[str, str] = {}
+    tensors = []
+    pending: list[tuple[int, int, Any]] = []
+    for index, (label, value) in enumerate(zip(labels, values, strict=True)):
+        fixed, bounds = [], []
+        for axis, size in enumerate(value.shape):
+            if isinstance(size, int):
+                fixed.append((axis, size))
+                continue
+            expression = size.node.expr
+            if not expression.is_Symbol or expression in names:
+                pending.append((index, axis, expression))
+                continue
+            names[expression] = str(expression)
+            symbols.append((index, axis))
+            where[str(expression)] = f"{label}.shape[{axis}]"
+            limits = _bounds(expression, ranges)
+            if limits is not None:
+                bounds.append((axis, *limits))
+        tensors.append(TensorGuard(label, value.dtype, value.dim(), tuple(fixed), tuple(bounds)))
+    arguments = list(names.values())
+    rules = []
+    for index, axis, expression in pending:
+        function = _function(str(expression), arguments)
+        if function is not None:
+            rules.append(DimRule(index, axis, function, _readable(str(expression), where)))
+    conditions = []
+    for expression in assumed:
+        if not expression.free_symbols or not expression.free_symbols <= set(names):
+            continue
+        function = _function(str(expression), arguments)
+        if function is not None:
+            conditions.append(Condition(function, _readable(str(expression), where)))
+    return Guards(tuple(tensors), tuple(symbols), tuple(rules), tuple(conditions))
