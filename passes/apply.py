@@ -1,0 +1,82 @@
+"""The entry to the passes: rewrites streams of a graph into residual forms, then checks the graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from resfx.passes.check import check
+from resfx.passes.editor import Editor
+from resfx.passes.errors import Refusal
+from resfx.passes.form import Form
+from resfx.passes.legality import reason_to_refuse
+from resfx.passes.parameters import ModuleParameters, Parameters
+from resfx.passes.walk import Plan, Select, Walk
+from resfx.patterns.streams import Stream
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What a rewrite of one stream did: sites chosen, parameters added, and how often each kind of edit was made."""
+
+    stream: int
+    form: str
+    sites: tuple[int, ...]
+    parameters: tuple[str, ...]
+    counts: dict[str, int]
+
+
+def apply(
+    graph_module: GraphModule,
+    stream: Stream,
+    form: Form,
+    *,
+    select: Select | None = None,
+    warm_start: bool = False,
+    prefix: str = "residual",
+    parameters: Parameters | None = None,
+) -> Applied | Refusal:
+    """Rewrite one stream of `graph_module` in place and check the result. Errors: CheckError, EditError."""
+    plan = Plan(stream, form, select, warm_start)
+    return apply_all(graph_module, [plan], prefix=prefix, parameters=parameters)[0]
+
+
+def apply_all(
+    graph_module: GraphModule,
+    plans: list[Plan],
+    *,
+    prefix: str = "residual",
+    parameters: Parameters | None = None,
+) -> list[Applied | Refusal]:
+    """Rewrite several streams of one graph; results in the order of `plans`. Errors: CheckError, EditError.
+
+    Streams that enclose others go first: an inner stream then starts from what the outer one lets it read.
+    """
+    editor = Editor(graph_module)
+    position = {node: index for index, node in enumerate(graph_module.graph.nodes)}
+    store = parameters if parameters is not None else ModuleParameters(graph_module)
+
+    def outermost_first(index: int) -> tuple[int, int]:
+        stream = plans[index].stream
+        last = stream.events[-1].after if stream.events else stream.entry
+        return position[stream.entry], -position[last]
+
+    results: dict[int, Applied | Refusal] = {}
+    for index in sorted(range(len(plans)), key=outermost_first):
+        results[index] = _apply_one(editor, plans[index], prefix, store)
+    editor.finish()
+    names = [name for result in results.values() if isinstance(result, Applied) for name in result.parameters]
+    check(editor, names)
+    return [results[index] for index in range(len(plans))]
+
+
+def _apply_one(editor: Editor, plan: Plan, prefix: str, store: Parameters) -> Applied | Refusal:
+    chosen = [site for site in plan.stream.sites if plan.select is None or plan.select(site)]
+    reason = reason_to_refuse(editor, plan.stream, plan.form, chosen)
+    if reason is not None:
+        return Refusal(plan.stream.index, plan.form.to_spec(), reason)
+    walk = Walk(editor, plan, frozenset(site.index for site in chosen), prefix, store)
+    walk.run()
+    numbers = tuple(site.index for site in chosen)
+    return Applied(plan.stream.index, plan.form.to_spec(), numbers, tuple(walk.stage.names), dict(walk.counts))

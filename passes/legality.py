@@ -1,0 +1,52 @@
+"""Which streams a form can take. Decided before any edit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from resfx.passes.editor import Editor, value_of
+from resfx.passes.form import Form
+from resfx.passes.layouts import read_step
+from resfx.patterns.streams import Layout, Site, Stream
+
+
+def reason_to_refuse(editor: Editor, stream: Stream, form: Form, chosen: Sequence[Site]) -> str | None:
+    """Why `form` can't rewrite the `chosen` sites of `stream`; None where it can."""
+    if stream.refused is not None:
+        return stream.refused
+    if not chosen:
+        return "no site of it is selected"
+    for site in chosen:
+        reason = _refused_site(site)
+        if reason is not None:
+            return reason
+    return _refused_axis(stream, form) or _refused_layout(editor, stream) or form.refuse(stream)
+
+
+def _refused_site(site: Site) -> str | None:
+    where = f"site {site.index} ({site.path or 'root'}, {site.source or 'no source line'})"
+    if site.refused is not None:
+        return f"{where}: {site.refused}; leave it out with select="
+    if not site.terms:
+        return f"{where} has no update beside the skip"
+    if not value_of(site.result).dtype.is_floating_point:
+        return f"{where} has dtype {value_of(site.result).dtype}; residual forms need a real floating dtype"
+    return None
+
+
+def _refused_axis(stream: Stream, form: Form) -> str | None:
+    if not form.needs_axis:
+        return None
+    if stream.axis is None:
+        return "its feature axis can't be told (no Linear, norm or convolution shows it)"
+    size = value_of(stream.entry).shape[stream.axis]
+    if not isinstance(size, int):
+        return f"its feature axis {stream.axis} has the open size {size}; parameters need a fixed one"
+    return None
+
+
+def _refused_layout(editor: Editor, stream: Stream) -> str | None:
+    for event in stream.events:
+        if isinstance(event, Layout) and read_step(editor.graph_module, event.before, event.after) is None:
+            return f"{event.after.name} changes its layout in a way that can't be undone"
+    return None

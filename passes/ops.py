@@ -1,0 +1,252 @@
+"""The functions that the forms put into a graph: plain torch code, no state, parameters as arguments.
+
+Shapes: `h` and every source have the stream's shape, with D entries on axis `dim`; vectors are [D], matrices [out, in].
+Statistics, softmax and gates are computed in float32 for half-precision inputs and otherwise in the input's own dtype,
+decided when the function runs; autocast is off inside; results have the dtype of `h`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Scalar = float | Tensor
+
+
+def _full_precision(x: Tensor) -> AbstractContextManager[object]:
+    """No autocast inside. Entered only where autocast is on, so that a plain export stays free of autocast regions."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
+
+
+def _wide(x: Tensor) -> Tensor:
+    """`x` in the dtype that statistics are computed in."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _along(vector: Tensor, like: Tensor, dim: int) -> Tensor:
+    """[D] shaped so that it broadcasts along axis `dim` of `like`."""
+    if dim in (-1, like.dim() - 1):
+        return vector
+    shape = [1] * like.dim()
+    shape[dim] = -1
+    return vector.reshape(shape)
+
+
+def _inverse_rms(v: Tensor, eps: float, dim: int) -> Tensor:
+    return torch.rsqrt((v * v).mean(dim, keepdim=True) + eps)
+
+
+def _linear(x: Tensor, weight: Tensor, dim: int) -> Tensor:
+    """Mix axis `dim` by `weight` [out, in] (a 1x1 convolution where `dim` is the channel axis)."""
+    if dim in (-1, x.dim() - 1):
+        return F.linear(x, weight)
+    return F.linear(x.movedim(dim, -1), weight).movedim(-1, dim)
+
+
+def _weights(sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int) -> tuple[Tensor, ...]:
+    """softmax_i(query . (rms(v_i) * key_norm)), one weight per token and source, never stacking the sources."""
+    key = _wide(query) * _wide(key_norm)
+    scores = []
+    for source in sources:
+        v = _wide(source)
+        scores.append(_inverse_rms(v, eps, dim) * (v * _along(key, v, dim)).sum(dim, keepdim=True))
+    return torch.stack(scores).softmax(0).unbind(0)
+
+
+def _routed(sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int) -> Tensor:
+    weights = _weights(sources, query, key_norm, eps, dim)
+    return reduce(torch.add, [a * _wide(v) for a, v in zip(weights, sources, strict=True)])
+
+
+def routed_read(sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int) -> Tensor:
+    """sum_i a_i v_i, a = softmax_i(query . (rms(v_i) * key_norm)). The dtype is that of the first source."""
+    with _full_precision(sources[0]):
+        return _routed(sources, query, key_norm, eps, dim).to(sources[0].dtype)
+
+
+def delta_read(
+    h: Tensor, sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int
+) -> Tensor:
+    """h + sum_i a_i v_i, a = softmax_i(query . (rms(v_i) * key_norm))."""
+    with _full_precision(h):
+        return (_wide(h) + _routed(sources, query, key_norm, eps, dim)).to(h.dtype)
+
+
+def single_read(h: Tensor, source: Tensor) -> Tensor:
+    """h + v: a routed read over one source, whose weight is 1."""
+    return (_wide(h) + _wide(source)).to(h.dtype)
+
+
+def expand_source(vector: Tensor, h: Tensor, dim: int) -> Tensor:
+    """A learned source [D], the same for every token."""
+    return _along(vector, h, dim).expand_as(h)
+
+
+def scalar_gate(h: Tensor, read: Tensor, logit: Tensor) -> Tensor:
+    """(1 - g) h + g read, g = sigmoid(logit []). """
+    with _full_precision(h):
+        return _blend(h, read, torch.sigmoid(_wide(logit)))
+
+
+def vector_gate(h: Tensor, read: Tensor, weight: Tensor, bias: Tensor, dim: int) -> Tensor:
+    """(1 - g) h + g read, g = sigmoid(weight [D, D] h + bias [D])."""
+    with _full_precision(h):
+        return _blend(h, read, _channel_gate(h, weight, bias, dim))
+
+
+def blend(plain: Tensor, value: Tensor, amount: Tensor) -> Tensor:
+    """plain + amount (value - plain), amount []: the warm start, and Delta's alpha gate."""
+    with _full_precision(plain):
+        return _blend(plain, value, _wide(amount))
+
+
+def _blend(plain: Tensor, value: Tensor, amount: Tensor) -> Tensor:
+    wide = _wide(plain)
+    return (wide + amount * (_wide(value) - wide)).to(plain.dtype)
+
+
+def _channel_gate(h: Tensor, weight: Tensor, bias: Tensor, dim: int) -> Tensor:
+    wide = _wide(h)
+    return torch.sigmoid(_linear(wide, _wide(weight), dim) + _along(_wide(bias), wide, dim))
+
+
+def review_write(
+    h: Tensor, u: Tensor, weight: Tensor, bias: Tensor, eps: float, dim: int, factor: float = 1.0
+) -> Tensor:
+    """h + factor r u, r = sigmoid(W [rms(h), rms(u)] + b), W [D, 2D], b [D]."""
+    with _full_precision(h):
+        wide_h, wide_u, w = _wide(h), _wide(u), _wide(weight)
+        d = w.shape[0]
+        from_h = _linear(wide_h * _inverse_rms(wide_h, eps, dim), w[:, :d], dim)
+        from_u = _linear(wide_u * _inverse_rms(wide_u, eps, dim), w[:, d:], dim)
+        gate = torch.sigmoid(from_h + from_u + _along(_wide(bias), wide_h, dim))
+        return (wide_h + factor * gate * wide_u).to(h.dtype)
+
+
+def highway_write(h: Tensor, u: Tensor, weight: Tensor, bias: Tensor, dim: int, factor: float = 1.0) -> Tensor:
+    """h + factor g u, g = sigmoid(W h + b), W [D, D], b [D]."""
+    with _full_precision(h):
+        gate = _channel_gate(h, weight, bias, dim)
+        return (_wide(h) + factor * gate * _wide(u)).to(h.dtype)
+
+
+def convex_highway_write(h: Tensor, u: Tensor, weight: Tensor, bias: Tensor, dim: int) -> Tensor:
+    """(1 - g) h + g u, g = sigmoid(W h + b), W [D, D], b [D]."""
+    with _full_precision(h):
+        return _blend(h, u, _channel_gate(h, weight, bias, dim))
+
+
+def scaled_write(h: Tensor, u: Tensor, factor: float) -> Tensor:
+    """h + factor u."""
+    return (h + factor * u).to(h.dtype)
+
+
+def learned_scaled_write(h: Tensor, u: Tensor, lam: Tensor, divisor: float) -> Tensor:
+    """h + lam / divisor * u, lam []. The divisor is rounded to lam's dtype, so that lam = divisor means exactly 1."""
+    with _full_precision(h):
+        factor = _wide(lam) / _wide(lam.new_full((), divisor))
+        return (_wide(h) + factor * _wide(u)).to(h.dtype)
+
+
+def pool(streams: Sequence[Tensor], w_alpha: Tensor, eps: float, dim: int) -> Tensor:
+    """sum_i p_i s_i, p = softmax_i(w_alpha . rms(s_i) / sqrt(D))."""
+    with _full_precision(streams[0]):
+        weights = torch.stack(_logits(streams, w_alpha, eps, dim)).softmax(0).unbind(0)
+        pooled = reduce(torch.add, [p * _wide(s) for p, s in zip(weights, streams, strict=True)])
+        return pooled.to(streams[0].dtype)
+
+
+def independent_mix(
+    streams: Sequence[Tensor], u: Tensor, w_beta: Tensor, b_beta: Tensor, eps: float, dim: int
+) -> list[Tensor]:
+    """s_i <- (1 - b_i) s_i + b_i u, b_i = sigmoid(w_beta . rms(s_i) / sqrt(D) + b_beta_i)."""
+    with _full_precision(u):
+        logits = _logits(streams, w_beta, eps, dim)
+        gates = [torch.sigmoid(z + b) for z, b in zip(logits, _wide(b_beta).unbind(0), strict=True)]
+        return [_blend(s, u, g) for s, g in zip(streams, gates, strict=True)]
+
+
+def competitive_mix(
+    streams: Sequence[Tensor], u: Tensor, w_beta: Tensor, forget: Tensor, eps: float, dim: int
+) -> list[Tensor]:
+    """s_i <- (1 - b_i) s_i + b_i u, b = softmax([forget, w_beta . rms(s_1) / sqrt(D), ..]) without its first entry."""
+    with _full_precision(u):
+        logits = _logits(streams, w_beta, eps, dim)
+        first = _wide(forget).reshape([1] * u.dim()).expand_as(logits[0])
+        gates = torch.stack([first, *logits]).softmax(0).unbind(0)[1:]
+        return [_blend(s, u, g) for s, g in zip(streams, gates, strict=True)]
+
+
+def _logits(streams: Sequence[Tensor], w: Tensor, eps: float, dim: int) -> list[Tensor]:
+    """w . rms(s_i) / sqrt(D) per token and stream."""
+    vector = _wide(w) / w.shape[0] ** 0.5
+    logits = []
+    for stream in streams:
+        s = _wide(stream)
+        logits.append(_inverse_rms(s, eps, dim) * (s * _along(vector, s, dim)).sum(dim, keepdim=True))
+    return logits
+
+
+def pick(values: Sequence[Tensor], index: int) -> Tensor:
+    """One of several results."""
+    return values[index]
+
+
+def product(op: str, a: Tensor, b: Tensor) -> Tensor:
+    """The product inside a fused multiply-add: "mul" elementwise, "mm" or "bmm" as matrices."""
+    if op == "mul":
+        return a * b
+    return torch.mm(a, b) if op == "mm" else torch.bmm(a, b)
+
+
+def add(values: Sequence[Tensor]) -> Tensor:
+    """The sum of several terms."""
+    return reduce(torch.add, values)
+
+
+def subtract(a: Tensor, b: Tensor) -> Tensor:
+    """a - b."""
+    return a - b
+
+
+def scale(x: Tensor, factor: Scalar) -> Tensor:
+    """factor x, in the dtype of `x`."""
+    return (x * factor).to(x.dtype)
+
+
+def divide(x: Tensor, divisor: Scalar) -> Tensor:
+    """x / divisor, in the dtype of `x`."""
+    return (x / divisor).to(x.dtype)
+
+
+def expand_like(x: Tensor, like: Tensor) -> Tensor:
+    """`x` broadcast to the shape of `like`."""
+    return x.expand_as(like)
+
+
+def zeros_like(x: Tensor) -> Tensor:
+    """Zeros of the shape and dtype of `x`."""
+    return torch.zeros_like(x)
+
+
+def reshape_like(x: Tensor, like: Tensor) -> Tensor:
+    """`x` in the shape of `like` (the same number of elements)."""
+    return x.reshape(like.shape)
+
+
+def permute(x: Tensor, order: Sequence[int]) -> Tensor:
+    """`x` with its axes in another order."""
+    return x.permute(*order)
+
+
+def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in another dtype."""
+    return x.to(dtype)

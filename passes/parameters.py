@@ -1,0 +1,77 @@
+"""The parameters a form adds: their names, their start, where they live.
+
+`ModuleParameters` keeps them on the graph module under `residual.<stream>.<owner>.<name>`. The live mode has them as
+graph inputs instead and brings its own `Parameters`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from resfx.passes.editor import Editor
+from resfx.passes.errors import EditError
+from resfx.patterns.streams import Site
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """Shape and start of a parameter: every entry `fill`, or drawn from N(0, std) where std > 0."""
+
+    shape: tuple[int, ...]
+    fill: float = 0.0
+    std: float = 0.0
+
+
+class Parameters(Protocol):
+    """Where the parameters of a rewrite come from."""
+
+    def node(self, editor: Editor, name: str, spec: ParameterSpec, site: Site) -> Node:
+        """The graph value of parameter `name`; device and dtype are those of the branch of `site`."""
+
+
+class ParameterTree(nn.Module):
+    """Holds parameters by name; the numbers in a name are child trees. It has nothing to run."""
+
+
+class ModuleParameters:
+    """Parameters of the graph module itself, made at their first use."""
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        self.graph_module = graph_module
+        self.names: list[str] = []
+        self._own = dict(graph_module.named_parameters(remove_duplicate=False))
+
+    def node(self, editor: Editor, name: str, spec: ParameterSpec, site: Site) -> Node:
+        """A get_attr of the parameter. Errors: EditError where the name is taken."""
+        if name not in self.names:
+            self._create(name, spec, site)
+            self.names.append(name)
+        return editor.attribute(name, self.graph_module.get_parameter(name))
+
+    def _create(self, name: str, spec: ParameterSpec, site: Site) -> None:
+        device, dtype = self._place_of(site)
+        value = torch.full(spec.shape, spec.fill, device=device, dtype=dtype)
+        if spec.std > 0:
+            value.normal_(spec.fill, spec.std)
+        *folders, leaf = name.split(".")
+        module: nn.Module = self.graph_module
+        for folder in folders:
+            if not hasattr(module, folder):
+                module.add_module(folder, ParameterTree())
+            module = getattr(module, folder)
+        if not isinstance(module, ParameterTree) or hasattr(module, leaf):
+            raise EditError(f"the model already has {name}; revert the earlier rewrite or choose another stream")
+        module.register_parameter(leaf, nn.Parameter(value))
+
+    def _place_of(self, site: Site) -> tuple[torch.device, torch.dtype]:
+        """Device and dtype of the first floating Parameter the branch uses, else of the state."""
+        for name, parameter in self._own.items():
+            if name in site.params and parameter.is_floating_point():
+                return parameter.device, parameter.dtype
+        state = site.result.meta["val"]
+        return state.device, state.dtype
