@@ -16,6 +16,7 @@ from resfx.capture_errors import CaptureError, DynamicDimSpecialized, GuardError
 from resfx.captured import Captured, Mode
 from resfx.dynamic import Attempt, asked_dims, attempts, canonical_call
 from resfx.environment import capturing
+from resfx.guards import fixed_size
 from resfx.export_route import Unlifted, input_guards, unlift
 from resfx.failure import capture_failure, is_data_dependent, is_unknown_output
 from resfx.signature import CallSignature, Constant, Items, Template, TensorSlot, forward_signature, input_templates
@@ -127,7 +128,7 @@ def _assemble(
     captured = Captured(module, signature, mode, "export", notes=unlifted.notes)
     for node, label in zip(unlifted.inputs, labels, strict=True):
         for axis, size in enumerate(node.meta["val"].shape):
-            (captured.fixed_dims if isinstance(size, int) else captured.open_dims).append((label, axis))
+            (captured.open_dims if fixed_size(size) is None else captured.fixed_dims).append((label, axis))
     return Exported(program, unlifted, captured, attempt)
 
 

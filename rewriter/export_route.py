@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from resfx.capture_errors import CaptureError
+from resfx.functionalize import Functional, functionalize
 from resfx.guards import Guards, build_guards
 from resfx.regions import inline_regions
 from resfx.root import add_constant, free_name, graft
@@ -29,6 +30,7 @@ class Unlifted:
     origin: dict[tuple[int, str], fx.Node]
     parents: dict[int, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    functional: Functional = field(default_factory=Functional)
 
 
 def unlift(program: torch.export.ExportedProgram, model: nn.Module) -> Unlifted:
@@ -45,6 +47,9 @@ def unlift(program: torch.export.ExportedProgram, model: nn.Module) -> Unlifted:
     result = Unlifted(module, inputs, origin)
     inline_regions(module, bodies, origin, result.parents, result.notes)
     remove_asserts(module.graph)
+    result.functional = functionalize(module)
+    result.notes.extend(result.functional.notes)
+    remove_dead(module.graph)
     return result
 
 

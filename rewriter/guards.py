@@ -142,6 +142,13 @@ def _bounds(symbol: Any, ranges: dict[Any, Any]) -> tuple[int, int | None] | Non
     return (least if least > 2 else 0, most)
 
 
+def fixed_size(size: Any) -> int | None:
+    """The size as a number where the model left no choice, None where it is open."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.expr) if size.node.expr.is_number else None
+
+
 def build_guards(
     labels: Sequence[str], values: Sequence[torch.Tensor], ranges: dict[Any, Any], assumed: Iterable[Any]
 ) -> Guards:
@@ -154,10 +161,11 @@ def build_guards(
     for index, (label, value) in enumerate(zip(labels, values, strict=True)):
         fixed, bounds = [], []
         for axis, size in enumerate(value.shape):
-            if isinstance(size, int):
-                fixed.append((axis, size))
+            number = fixed_size(size)
+            if number is not None:
+                fixed.append((axis, number))
                 continue
-            expression = size.node.expr
+            expression = size.node.expr  # type: ignore[attr-defined]
             if not expression.is_Symbol or expression in names:
                 pending.append((index, axis, expression))
                 continue

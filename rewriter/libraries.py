@@ -18,7 +18,10 @@ HINTS = {
     "use_cache": "The model was captured without its cache; `resfx.attach` keeps it.",
     "past_key_values": "The model was captured without its cache; `resfx.attach` keeps it.",
 }
-CACHE_NOTE = "captured without its key/value cache: past_key_values is None in the output (`attach` keeps the cache)"
+CACHE_NOTE = (
+    "captured with its key/value cache switched off: past_key_values, where the model returns it, is None"
+    " (`attach` keeps the cache)"
+)
 CACHE_CLASS_WORDS = ("Cache",)
 
 _VISION = 224

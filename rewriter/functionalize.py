@@ -1,0 +1,342 @@
+"""In-place operations become functional ones, so that a value of the stream stays readable after it was updated.
+
+Every tensor node is a view (possibly the whole) of a base. A write computes the new value of the view, puts it back
+into the base, and from there on every read of the base or of one of its views goes to the new value. Parameters and
+buffers stay mutated in place. What has no functional counterpart stays in place on a private copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from resfx.capture_errors import CaptureError
+from resfx.views import ViewKey, is_whole, put_back, same_storage, source_of, view_key
+
+aten = torch.ops.aten
+
+# In-place ops whose functional twin has another name.
+_RENAMED = {
+    "bernoulli_.float": "bernoulli.p",
+    "normal_.default": "normal_functional.default",
+}
+
+
+@dataclass
+class _View:
+    """A node as a path of views below its base; `version` is the base's when the node was computed."""
+
+    base: fx.Node
+    nodes: tuple[fx.Node, ...]
+    keys: tuple[ViewKey, ...]
+    version: int
+
+
+@dataclass
+class Functional:
+    """What functionalising did: `writes` maps a new value to the base it updates."""
+
+    writes: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    views: dict[fx.Node, _View] = field(default_factory=dict)
+    # Per base: the new whole values, in order.
+    versions: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    # (base, view, version) -> the node that shows it.
+    shown: dict[tuple[fx.Node, tuple[ViewKey, ...], int], fx.Node] = field(default_factory=dict)
+    replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def value_of(self, node: fx.Node, order: dict[fx.Node, int], position: int) -> fx.Node:
+        """The node that holds what `node` showed when the program had reached `position` (in `order`)."""
+        node = self.replaced.get(node, node)
+        view = self.views.get(node)
+        if view is None:
+            return node
+        done = [new for new in self.versions.get(view.base, ()) if new in order and order[new] < position]
+        if len(done) <= view.version:
+            return node
+        return self.shown.get((view.base, view.keys, len(done)), node)
+
+
+def functionalize(module: fx.GraphModule) -> Functional:
+    """Rewrites `module.graph` in place. Raises CaptureError where a later read could not see a write."""
+    worker = _Functionalizer(module)
+    worker.run()
+    return worker.result
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The arguments that `node` writes to, by its schema."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return []
+    found = []
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        if isinstance(value, fx.Node):
+            found.append(value)
+    return found
+
+
+class _Functionalizer:
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module, self.graph = module, module.graph
+        self.result = Functional()
+        self.views = self.result.views
+        self.versions = self.result.versions
+
+    def run(self) -> None:
+        if not any(written_arguments(node) for node in self.graph.nodes):
+            return
+        for node in list(self.graph.nodes):
+            if self.versions:
+                self._refresh(node)
+            written = written_arguments(node)
+            if written:
+                self._write(node, written)
+                continue
+            self._register(node)
+        self.graph.lint()
+
+    def _register(self, node: fx.Node) -> None:
+        source = source_of(node)
+        if source is None or source not in self.views:
+            self.views[node] = _View(node, (), (), 0)
+            return
+        view = self.views[source]
+        version = len(self.versions.get(view.base, ()))
+        if is_whole(node, source):
+            self.views[node] = _View(view.base, view.nodes, view.keys, version)
+            return
+        keys = (*view.keys, view_key(node, source))
+        self.views[node] = _View(view.base, (*view.nodes, node), keys, version)
+        self.result.shown.setdefault((view.base, keys, version), node)
+
+    def _refresh(self, node: fx.Node) -> None:
+        """Let `node` read the newest values."""
+        replacements = {}
+        for argument in node.all_input_nodes:
+            view = self.views.get(argument)
+            if view is None or view.version == len(self.versions.get(view.base, ())):
+                continue
+            with self.graph.inserting_before(node):
+                replacements[argument] = self._show(view.base, view.nodes, view.keys)
+        if replacements:
+            node.args = fx.map_arg(node.args, lambda n: replacements.get(n, n))
+            node.kwargs = fx.map_arg(node.kwargs, lambda n: replacements.get(n, n))
+
+    def _current(self, base: fx.Node) -> fx.Node:
+        history = self.versions.get(base)
+        return history[-1] if history else base
+
+    def _show(self, base: fx.Node, nodes: tuple[fx.Node, ...], keys: tuple[ViewKey, ...]) -> fx.Node:
+        """The view below the base's newest value; nodes are made at the current insertion point."""
+        version = len(self.versions.get(base, ()))
+        if not nodes:
+            return self._current(base)
+        known = self.result.shown.get((base, keys, version))
+        if known is not None:
+            return known
+        parent = self._show(base, nodes[:-1], keys[:-1])
+        view = nodes[-1]
+        source = source_of(view)
+        assert source is not None
+        new = self.graph.node_copy(view, lambda n: parent if n is source else n)
+        self.views[new] = _View(base, nodes, keys, version)
+        self.result.shown[(base, keys, version)] = new
+        return new
+
+    def _write(self, node: fx.Node, written: list[fx.Node]) -> None:
+        target = written[0]
+        view = self.views.get(target)
+        if len(written) > 1 or view is None:
+            self._keep(node, written)
+            return
+        if view.base.op == "get_attr":
+            # A parameter or buffer (a lifted constant is copied by the graph before it is written).
+            self.views[node] = _View(view.base, view.nodes, view.keys, 0)
+            return
+        if torch.Tag.inplace_view in node.target.tags:  # type: ignore[union-attr]
+            self._reshape_in_place(node, target)
+            return
+        if self._copies_itself(node, view):
+            self._forward(node, view)
+            return
+        with self.graph.inserting_before(node):
+            new = self._functional(node, target)
+            whole = new if new is None else self._put_back(view, new)
+        if new is None or whole is None:
+            self._keep(node, written)
+            return
+        self.versions.setdefault(view.base, []).append(whole)
+        version = len(self.versions[view.base])
+        self.result.shown[(view.base, view.keys, version)] = new
+        self.views[whole] = _View(view.base, (), (), version)
+        self.views[new] = _View(view.base, view.nodes, view.keys, version)
+        self.result.writes[new] = view.base
+        self._forward(node, view)
+        if view.base.op == "placeholder":
+            self._note(f"the model writes to its input `{view.base.name}` in place; the captured model leaves it alone")
+
+    def _forward(self, node: fx.Node, view: _View) -> None:
+        """Readers of the in-place node read the view it wrote to."""
+        with self.graph.inserting_before(node):
+            shown = self._show(view.base, view.nodes, view.keys)
+        node.replace_all_uses_with(shown)
+        self.result.replaced[node] = shown
+        self.graph.erase_node(node)
+
+    def _copies_itself(self, node: fx.Node, view: _View) -> bool:
+        """`x[:, :1] += f` ends in `x[:, :1] = <that very slice>`."""
+        if node.target is not aten.copy_.default:
+            return False
+        source = self.views.get(node.args[1])  # type: ignore[arg-type]
+        return source is not None and source.base is view.base and source.keys == view.keys
+
+    def _put_back(self, view: _View, value: fx.Node) -> fx.Node | None:
+        for depth in range(len(view.nodes), 0, -1):
+            node = view.nodes[depth - 1]
+            if isinstance(node.meta.get("val"), (list, tuple)):
+                continue  # the split itself; its getitem knows how to put a part back
+            above = depth - 1
+            while above and isinstance(view.nodes[above - 1].meta.get("val"), (list, tuple)):
+                above -= 1
+            parent = self._show(view.base, view.nodes[:above], view.keys[:above])
+            result = put_back(self.graph, node, parent, value)
+            if result is None:
+                return None
+            self._fill_meta(result, node)
+            value = result
+        return value
+
+    def _functional(self, node: fx.Node, target: fx.Node) -> fx.Node | None:
+        """The value that the in-place `node` writes, or None."""
+        made = self._copy_value(node, target) if node.target is aten.copy_.default else self._twin(node)
+        if made is None:
+            return None
+        wanted, got = target.meta["val"], made.meta.get("val")
+        if isinstance(got, torch.Tensor) and got.dtype != wanted.dtype:
+            made = self.graph.call_function(aten.to.dtype, (made, wanted.dtype))
+            self._fill_meta(made, node)
+        return made
+
+    def _twin(self, node: fx.Node) -> fx.Node | None:
+        twin = functional_twin(node.target)
+        if twin is None:
+            return None
+        new = self.graph.call_function(twin, node.args, dict(node.kwargs))
+        self._fill_meta(new, node)
+        return new
+
+    def _copy_value(self, node: fx.Node, target: fx.Node) -> fx.Node | None:
+        """`target.copy_(value)`: the value itself, cast and expanded to the target."""
+        value = node.args[1]
+        if not isinstance(value, fx.Node):
+            return None
+        wanted, got = target.meta["val"], value.meta["val"]
+        if got.dtype != wanted.dtype:
+            value = self.graph.call_function(aten.to.dtype, (value, wanted.dtype))
+            self._fill_meta(value, node)
+        if str(tuple(got.shape)) != str(tuple(wanted.shape)):
+            value = self.graph.call_function(aten.expand_as.default, (value, target))
+            self._fill_meta(value, node)
+        return value
+
+    def _fill_meta(self, new: fx.Node, like: fx.Node) -> None:
+        for key in like.meta:
+            if key not in ("val", "tensor_meta"):
+                new.meta[key] = copy.copy(like.meta[key])
+        value = fake_result(new)
+        if value is not None:
+            new.meta["val"] = value
+
+    def _reshape_in_place(self, node: fx.Node, target: fx.Node) -> None:
+        """`x.unsqueeze_(0)`: no memory is written, but this tensor has another shape from here on."""
+        twin = functional_twin(node.target)
+        if twin is None:
+            self._fail(node)
+        with self.graph.inserting_before(node):
+            new = self.graph.call_function(twin, node.args, dict(node.kwargs))
+            self._fill_meta(new, node)
+        later = set(self._after(node))
+        target.replace_all_uses_with(new, delete_user_cb=lambda user: user in later)
+        node.replace_all_uses_with(new)
+        self.result.replaced[node] = new
+        self._register(new)
+        self.graph.erase_node(node)
+
+    def _after(self, node: fx.Node) -> list[fx.Node]:
+        nodes = list(self.graph.nodes)
+        return nodes[nodes.index(node) + 1 :]
+
+    def _keep(self, node: fx.Node, written: list[fx.Node]) -> None:
+        """No functional twin: stay in place, on a copy where the value is shared with earlier readers."""
+        for target in written:
+            view = self.views.get(target)
+            if view is None or view.base.op == "get_attr":
+                continue
+            if view.base.op == "placeholder" or self.versions.get(view.base):
+                if view.nodes:
+                    self._fail(node)
+                with self.graph.inserting_before(node):
+                    clone = self.graph.call_function(aten.clone.default, (target,))
+                    self._fill_meta(clone, target)
+                node.replace_input_with(target, clone)
+                self.versions.setdefault(view.base, []).append(clone)
+                self.views[clone] = _View(view.base, (), (), len(self.versions[view.base]))
+            self.result.writes[node] = view.base
+            self._note(f"`{node.target}` has no functional form and stays in place")
+        self._register(node)
+
+    def _fail(self, node: fx.Node) -> None:
+        source = str(node.meta.get("stack_trace", "")).strip().splitlines()
+        raise CaptureError(
+            f"the in-place operation `{node.target}` can't be made functional"
+            f"{': ' + ' '.join(source[-2:]) if source else ''}. Write it out of place in the model."
+        )
+
+    def _note(self, text: str) -> None:
+        if text not in self.result.notes:
+            self.result.notes.append(text)
+
+
+def functional_twin(target: Any) -> Callable[..., Any] | None:
+    """`aten.add.Tensor` for `aten.add_.Tensor`; None where no op of the same arguments exists."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    namespace, name = target._schema.name.split("::")
+    if not name.endswith("_"):
+        return None
+    wanted = _RENAMED.get(f"{name}.{target._overloadname}", f"{name[:-1]}.{target._overloadname}")
+    packet = getattr(getattr(torch.ops, namespace), wanted.split(".")[0], None)
+    twin = getattr(packet, wanted.split(".")[1], None) if packet is not None else None
+    if not isinstance(twin, torch._ops.OpOverload):
+        return None
+    ours = [argument.name for argument in target._schema.arguments]
+    theirs = [argument.name for argument in twin._schema.arguments]
+    return twin if ours == theirs else None
+
+
+def fake_result(node: fx.Node) -> Any:
+    """The node's value on the fake values of its arguments; None where one has none."""
+    values = [argument.meta.get("val") for argument in node.all_input_nodes]
+    if any(value is None for value in values):
+        return None
+    mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+    args = fx.map_arg(node.args, lambda n: n.meta["val"])
+    kwargs = fx.map_arg(node.kwargs, lambda n: n.meta["val"])
+    target: Any = node.target
+    if mode is None:
+        return target(*args, **kwargs) if target in (operator.add, operator.mul) else None
+    with mode, torch.enable_grad():
+        return target(*args, **kwargs)
+
+
+__all__ = ["Functional", "fake_result", "functional_twin", "functionalize", "same_storage", "written_arguments"]
