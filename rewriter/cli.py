@@ -272,9 +272,11 @@ def _save(result: nn.Module, path: Path, args: Args, kwargs: Kwargs) -> None:
 def _summary(result: nn.Module, form: str, output: Path | None) -> dict[str, Any]:
     new = {name: list(p.shape) for name, p in result.named_parameters() if name.startswith("residual.")}
     found: Any = result.residual_map
+    sites = [site for stream in found.streams for site in stream.sites]
     return {
-        "form": passes.to_spec(passes.from_spec(form)),
-        "sites": sum(len(stream.sites) for stream in found.streams),
+        "form": passes.from_spec(form).to_spec(),
+        "sites": len(sites),
+        "rewritten": sum(site.rewritable for site in sites),
         "refused": [str(refusal) for refusal in found.refused],
         "notes": [str(note) for note in found.notes],
         "parameters_added": sum(torch.Size(shape).numel() for shape in new.values()),

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 import resfx
 import resfx.export
+from resfx.passes.form import Form
 from resfx.patterns.errors import ResfxError
 from resfx.patterns.streams import Site
 
@@ -103,7 +104,7 @@ class DemoResult:
     onnx: str
 
 
-def run_demo(form: object, step: Step) -> DemoResult:
+def run_demo(form: Form, step: Step) -> DemoResult:
     """Every step of the demo, each inside `step(title)`. Raises a ResfxError where one goes wrong."""
     model, args = example()
     with torch.no_grad():
@@ -118,7 +119,8 @@ def run_demo(form: object, step: Step) -> DemoResult:
         effect = _smallest_effect(result, args)
     reason = _no_compiler()
     compiled_difference = None
-    plain, fast = model, result
+    plain: nn.Module = model
+    fast = result
     if reason is None:
         with step("compile: torch.compile, plain and rewritten"):
             plain, fast = resfx.export.compile(model), resfx.export.compile(result)
