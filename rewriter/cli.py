@@ -24,14 +24,15 @@ import resfx.export
 from resfx import passes
 from resfx.cli_inputs import Args, Kwargs, UsageError, complete_inputs
 from resfx.cli_models import load_model
-from resfx.cli_report import Answer, diff, facts, graph_text, rewritten_table, show, show_error, step
+from resfx.cli_report import Answer, diff, facts, graph_text, map_parts, rewritten_table, show, show_error, step
 from resfx.demo import run_demo
 from resfx.export.capture import trace
 from resfx.export.errors import OutputPathError
 from resfx.export.paths import checked_path, staged
 from resfx.libraries import example_inputs
 from resfx.passes.errors import FormError
-from resfx.patterns.errors import ResfxError
+from resfx.patterns.errors import NoResidualFound, ResfxError
+from resfx.patterns.report import ResidualMap
 
 app = typer.Typer(
     help="Find the residual connections of a PyTorch model and rewrite them into a better residual form.",
@@ -71,7 +72,7 @@ Model = Annotated[
         help="package.module:callable, file.py:callable, torchvision:NAME, timm:NAME, a transformers folder, or a .pt2",
     ),
 ]
-Form = Annotated[str, typer.Option("--form", help='The residual form, as "delta", "review" or "scaled(lam=0.5)".')]
+Form = Annotated[str, typer.Option("--form", help='The residual form, as "delta", "review" or "scaled_loop(lam=0.5)".')]
 Inputs = Annotated[
     list[str] | None,
     typer.Option(
@@ -127,10 +128,10 @@ def find(
     module, args, kwargs = _prepare(model, inputs, dtype, seed)
     with step("find"):
         found = resfx.find(module, args, kwargs, frontend=frontend.value, unweighted=unweighted)
-    if not any(stream.sites for stream in found.streams):
-        raise resfx.NoResidualFound(f"No residual connection was found in {model}.\n{found}")
+    if not found.sites:
+        raise NoResidualFound(f"No residual connection was found in {model}.{_near(found)}", found.rejected)
     if explain is None:
-        return Answer(found.to_dict(), [Text(str(found))])
+        return Answer(found.to_dict(), map_parts(found))
     reasons = str(found.explain(explain))
     return Answer({"explain": explain, "reasons": reasons}, [Text(reasons)])
 
@@ -218,7 +219,8 @@ def demo(seed: Seed = 0, as_json: Json = False, debug: Debug = False) -> Answer:
         "milliseconds, plain -> rewritten": f"{result.milliseconds_before:.2f} -> {result.milliseconds_after:.2f}",
         "ONNX": result.onnx,
     }
-    return Answer({"demo": result}, [Text(result.found), facts("demo", rows)])
+    data = {**vars(result), "found": result.found.to_dict()}
+    return Answer(data, [*map_parts(result.found), facts("demo", rows)])
 
 
 def _prepare(spec: str, inputs: list[str] | None, dtype: Dtype | None, seed: int) -> tuple[nn.Module, Args, Kwargs]:
@@ -271,18 +273,22 @@ def _save(result: nn.Module, path: Path, args: Args, kwargs: Kwargs) -> None:
 
 def _summary(result: nn.Module, form: str, output: Path | None) -> dict[str, Any]:
     new = {name: list(p.shape) for name, p in result.named_parameters() if name.startswith("residual.")}
-    found: Any = result.residual_map
-    sites = [site for stream in found.streams for site in stream.sites]
+    found: ResidualMap = result.residual_map  # type: ignore[assignment]
     return {
         "form": passes.from_spec(form).to_spec(),
-        "sites": len(sites),
-        "rewritten": sum(site.rewritable for site in sites),
-        "refused": [str(refusal) for refusal in found.refused],
-        "notes": [str(note) for note in found.notes],
+        "sites": {stream.index: len(stream.sites) for stream in found.streams if stream.index in found.forms},
+        "refused": found.refused,
+        "notes": found.notes,
         "parameters_added": sum(torch.Size(shape).numel() for shape in new.values()),
         "parameters": new,
         "output": None if output is None else str(output),
     }
+
+
+def _near(found: ResidualMap) -> str:
+    """The first sums that came near, with the reason for each."""
+    lines = [f"{near.source or near.node.name}: no site ({near.stage}): {near.reason}" for near in found.rejected[:5]]
+    return "".join(f"\n{line}" for line in lines)
 
 
 def _exit_code(error: Exception) -> int:

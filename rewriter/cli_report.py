@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from resfx.patterns.report import ResidualMap
+
+WIDTH = 140  # of tables that go into a file or a pipe
 SLOW_STEP = 2.0  # seconds from which a finished step leaves a line
 
 
@@ -34,6 +38,8 @@ def show(answer: Answer, as_json: bool) -> None:
         sys.stdout.write(json.dumps(answer.data, indent=2, default=_plain) + "\n")
         return
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=WIDTH)
     for part in answer.text:
         console.print(part, soft_wrap=isinstance(part, Text))
 
@@ -74,14 +80,21 @@ def facts(title: str, rows: dict[str, str]) -> Table:
     return table
 
 
+def map_parts(found: ResidualMap) -> list[RenderableType]:
+    """A ResidualMap at the width of the terminal; `str(found)` has a width of its own."""
+    parts: list[RenderableType] = [*found.tables(), *(Text(f"note: {note}") for note in found.notes)]
+    if found.rejected:
+        parts.append(Text(f"{len(found.rejected)} sums are no residual update; --explain PATH tells why"))
+    return parts
+
+
 def rewritten_table(data: dict[str, Any]) -> Table:
     """The summary of a rewrite, for people."""
-    tensors = data["parameters"]
     rows = {
         "form": data["form"],
-        "sites": f"{data['rewritten']} of {data['sites']} rewritten",
-        "new parameters": f"{data['parameters_added']:,} in {len(tensors)} tensors, under residual.*",
-        "left plain": "\n".join(data["refused"]),
+        "rewritten": "\n".join(f"stream {stream}: {count} sites" for stream, count in data["sites"].items()),
+        "left plain": "\n".join(f"stream {stream}: {reason}" for stream, reason in data["refused"].items()),
+        "new parameters": f"{data['parameters_added']:,} in {len(data['parameters'])} tensors, under residual.*",
         "notes": "\n".join(data["notes"]),
         "saved": data["output"] or "",
     }

@@ -26,7 +26,7 @@ import resfx
 import resfx.export
 from resfx.passes.form import Form
 from resfx.patterns.errors import ResfxError
-from resfx.patterns.streams import Site
+from resfx.patterns.report import ResidualMap
 
 Step = Callable[[str], AbstractContextManager[None]]
 
@@ -90,7 +90,7 @@ def example() -> tuple[GPT, tuple[Tensor]]:
 class DemoResult:
     """What the closing table shows. Differences are the largest |a - b| over the largest |a|."""
 
-    found: str
+    found: ResidualMap
     sites: int
     rewritten: int
     parameters_before: int
@@ -111,7 +111,7 @@ def run_demo(form: Form, step: Step) -> DemoResult:
         before = model(*args)
     with step("find: capture the model and search its graph"):
         found = resfx.find(model, args)
-    sites: list[Site] = [site for stream in found.streams for site in stream.sites]
+    sites = found.sites
     with step("rewrite: every x + f(x) becomes Delta attention"):
         result = resfx.rewrite(model, form, args)
     with step("verify: same function at the start, every new parameter at work"):
@@ -131,7 +131,7 @@ def run_demo(form: Form, step: Step) -> DemoResult:
         report = resfx.export.to_onnx(result, Path(folder) / "gpt.onnx", args)
     added = [parameter for name, parameter in result.named_parameters() if name.startswith("residual.")]
     return DemoResult(
-        found=str(found),
+        found=found,
         sites=len(sites),
         rewritten=sum(site.rewritable for site in sites),
         parameters_before=sum(parameter.numel() for parameter in model.parameters()),
