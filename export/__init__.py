@@ -1,4 +1,4 @@
-"""Lower any `nn.Module`: through Inductor (`compile`, `to_aoti`) or to ONNX (`to_onnx`), checked against the model itself.
+"""Lower any `nn.Module`: by Inductor (`compile`, `to_aoti`) or to ONNX (`to_onnx`), checked against the model itself.
 
 Knows nothing of residual forms. Every error is a subclass of `ResfxError`.
 """

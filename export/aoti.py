@@ -20,7 +20,7 @@ from resfx.export.errors import AotiError, OutputPathError
 from resfx.export.feeds import Feed, feeds_for
 from resfx.export.outputs import flatten_outputs
 from resfx.export.paths import checked_path, staged
-from resfx.export.run import check_module, evaluating, run_eager
+from resfx.export.run import check_module, evaluating, run_example
 
 SUFFIX = ".pt2"
 
@@ -63,8 +63,8 @@ def to_aoti(
     """Compile `model`, called as `model(*args, **kwargs)` in eval mode, into the package `path` (ends in .pt2).
 
     The loaded package is called like the model and returns what the model returns, on the device it was compiled for.
-    `check`: load it, run it on the example and on another batch size where the batch is open, and compare with the model.
-    Sizes, tolerance and safety of the output file as in `to_onnx`.
+    `check`: load it, run it on the example and on another batch size where the batch is open, and compare. Sizes,
+    tolerance and safety of the output file as in `to_onnx`.
 
     Raises NotAModuleError, InputError, OutputError, OutputPathError, TraceError, DynamicDimError, AotiError,
     OutputMismatchError: all subclasses of ResfxError.
@@ -73,7 +73,7 @@ def to_aoti(
     model = check_module(model)
     call = make_call(model, args, kwargs)
     with evaluating(model), staged(target) as file:
-        want = run_eager(model, call)
+        want = run_example(model, call)
         found = capture(model, call, dynamic_shapes, flat=False)
         _compile(model, found.program, file, inductor_configs)
         feeds, notes = feeds_for(model, call, found.sizes, want.tensors) if check else ({}, ())
@@ -100,7 +100,7 @@ def _compile(model: nn.Module, program: ExportedProgram, file: Path, configs: di
     except Exception as error:  # code generation, the C++ compiler and the packager fail in their own ways
         raise AotiError(
             f"torch.export passed, AOTInductor stopped{blame(error, model)}: {first_line(error)}\n"
-            "It needs a C++ compiler; an operator it cannot compile runs with torch.compile, which may fall back to eager code."
+            "It needs a C++ compiler. For an operator it cannot compile use torch.compile: it can fall back to eager."
         ) from error
 
 

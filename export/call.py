@@ -23,8 +23,8 @@ _CONSTANTS = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype
 class Call:
     """`model(*args, **kwargs)` as a flat list of tensors; everything else in it is a constant of the export.
 
-    `names` and `tensors` are parallel: one entry a tensor leaf, in the order of args, then kwargs. A name is the path of
-    the leaf, made of the forward's own argument names (`mask`, `past_0_1`). `paths` holds the same unflattened:
+    `names` and `tensors` are parallel: one entry a tensor leaf, in the order of args, then kwargs. A name is the path
+    of the leaf, made of the forward's own argument names (`mask`, `past_0_1`). `paths` holds the same unflattened:
     ("past", 0, 1).
     """
 
@@ -50,8 +50,8 @@ class Call:
 def make_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Call:
     """Flatten an example call.
 
-    Raises InputError where the arguments do not fit `model.forward` or hold a value that is neither a tensor, a constant
-    nor a container that torch knows.
+    Raises InputError where the arguments do not fit `model.forward` or hold a value that is no tensor, no constant
+    and no container that torch knows.
     """
     if isinstance(args, Tensor):
         raise InputError("args must be a tuple: write (x,) for one tensor")
@@ -60,7 +60,9 @@ def make_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] |
     try:
         bound = dict(signature.bind(*args, **kwargs).arguments)
     except TypeError as error:
-        raise InputError(f"the example arguments do not fit {type(model).__name__}.forward{signature}: {error}") from error
+        raise InputError(
+            f"the example arguments do not fit {type(model).__name__}.forward{signature}: {error}"
+        ) from error
     heads = [*_argument_paths(signature, len(args)), *((key,) for key in kwargs)]
     flat, spec = pytree.tree_flatten_with_path((args, kwargs))
     paths = [_leaf_path(keys, heads, list(kwargs)) for keys, _ in flat]
@@ -134,6 +136,6 @@ def _check_leaf(path: Path, leaf: object) -> None:
     if isinstance(leaf, (Tensor, *_CONSTANTS)):
         return
     raise InputError(
-        f"argument {identifier(path)} is a {type(leaf).__name__}: pass tensors, numbers, strings, None or containers of them; "
-        "a dataclass of your own can be registered with torch.export.register_dataclass"
+        f"argument {identifier(path)} is a {type(leaf).__name__}: pass tensors, numbers, strings, None or containers "
+        "of them; a dataclass of your own can be registered with torch.export.register_dataclass"
     )

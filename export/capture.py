@@ -14,10 +14,10 @@ from resfx.export.blame import blame, first_line
 from resfx.export.call import Call
 from resfx.export.compare import compare, tolerance_for
 from resfx.export.errors import DynamicDimError, OutputMismatchError, TraceError
+from resfx.export.fixed_sizes import fixed_sizes
 from resfx.export.outputs import flatten_outputs
 from resfx.export.run import FlatModule, preserved_buffers, run_eager
 from resfx.export.sizes import Sizes, Spec, asks, flat_spec, open_all, sizes_of, widened
-
 
 _FIXED = "fixed"  # in place of dynamic_shapes: every size as in the example
 
@@ -35,8 +35,8 @@ class Capture:
 def capture(model: nn.Module, call: Call, dynamic_shapes: Any = None, *, flat: bool) -> Capture:
     """Export `model` for the tensors of `call`: as a FlatModule (`flat`) or with the model's own signature.
 
-    An example batch of 1 is captured as 2 where the result still serves the example; sizes are fixed where no open export
-    exists. Raises TraceError, or DynamicDimError where a size that `dynamic_shapes` asked for is fixed by the model.
+    An example batch of 1 is captured as 2 where the result still serves the example; sizes are fixed where no open
+    export exists. Raises TraceError, or DynamicDimError where the model fixes a size that `dynamic_shapes` asked for.
     """
     wide = widened(call)
     if wide is not None:
@@ -46,6 +46,9 @@ def capture(model: nn.Module, call: Call, dynamic_shapes: Any = None, *, flat: b
     notes = () if wide is None else ("no one graph serves 1 row and more: the example's batch of 1 is fixed",)
     try:
         return _capture(model, call, dynamic_shapes, flat, notes)
+    except DynamicDimError as error:
+        places = fixed_sizes(model, call, flat_spec(model, call, dynamic_shapes))
+        raise DynamicDimError("\n".join([str(error), *places])) from error.__cause__
     except TraceError as error:
         if dynamic_shapes is not None:
             raise
@@ -115,14 +118,19 @@ def trace(
         with preserved_buffers(module), torch.no_grad():
             return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:  # torch.export lets every kind of error through, the model's own included
-        where = blame(error, blamed)
         if asked and "onstraints violated" in str(error):
             raise DynamicDimError(
-                f"a size asked to be dynamic is fixed by the model{where}: {error}\n"
-                "Leave it out of dynamic_shapes, or use Dim.AUTO for it."
+                "a size asked to be dynamic is fixed by the model: leave it out of dynamic_shapes, use Dim.AUTO, "
+                f"or change the code that fixes it.\n{_constraints(str(error))}"
             ) from error
         raise TraceError(
-            f"torch.export stopped{where}: {first_line(error)}\n"
-            "Data-dependent control flow needs torch.cond or torch.where; switch off what is not needed (caches, checks), "
-            "or export the part of the model that has no such code."
+            f"torch.export stopped{blame(error, blamed)}: {first_line(error)}\n"
+            "Data-dependent control flow needs torch.cond or torch.where; an output of an unknown type (a cache) "
+            "can be switched off by the model's own arguments, or left out by a module that wraps it."
         ) from error
+
+
+def _constraints(text: str) -> str:
+    """The lines of torch's message on violated constraints that name the sizes."""
+    named = [line.strip() for line in text.splitlines() if line.startswith("  - ")]
+    return "\n".join(named) or text

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from resfx.export.blame import blame, chain, first_line
+from resfx.export.blame import blame, chain, first_line, first_lines
 from resfx.export.errors import CompileError
 from resfx.export.run import check_module
 
@@ -28,7 +28,8 @@ def compile(
     """torch.compile(model, ...) as is; the module it returns compiles on its first call, forward and backward.
 
     Raises CompileError here for an unknown backend or a mode together with options, and at the call for a graph break
-    (with `fullgraph`), an unsupported operation or an error inside the backend. Errors of the model itself pass through.
+    (with `fullgraph`), an unsupported operation or an error inside the backend. Errors of the compiled code as it runs
+    pass through.
     """
     check_module(model)
     if mode is not None and options is not None:
@@ -53,8 +54,9 @@ def _explained(forward: Callable[..., _Result], model: nn.Module) -> Callable[..
             if not _is_compiler_error(error):
                 raise
             raise CompileError(
-                f"torch.compile stopped{blame(error, model)}: {first_line(error)}\n"
-                "fullgraph=False compiles what lies around it; torch.cond and torch.where express data-dependent control flow."
+                f"torch.compile stopped{blame(error, model)}: {first_lines(error, 3)}\n"
+                "fullgraph=False compiles what lies around a graph break; torch.cond and torch.where express "
+                "data-dependent control flow."
             ) from error
 
     return explained

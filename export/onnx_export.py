@@ -17,7 +17,7 @@ from resfx.export.onnx_check import UNSUPPORTED, check_runs
 from resfx.export.onnx_graph import check_file, first_of_dtypes, opset_of, rename, save, translate
 from resfx.export.onnx_report import OnnxReport, describe
 from resfx.export.paths import checked_path, staged
-from resfx.export.run import check_module, evaluating, run_eager
+from resfx.export.run import check_module, evaluating, run_example
 from resfx.export.sizes import symbols_named
 
 
@@ -35,20 +35,20 @@ def to_onnx(
 ) -> OnnxReport:
     """Export `model`, called as `model(*args, **kwargs)` in eval mode, to the file `path`.
 
-    Inputs: the tensors in args and kwargs, nested or not; numbers, strings and None are constants. Outputs: the tensors in
-    the return value, flattened; None is left out. The names follow the arguments and the fields of the result.
+    Inputs: the tensors in args and kwargs, nested or not; numbers, strings and None are constants. Outputs: the tensors
+    in the return value, flattened; None is left out. The names follow the arguments and the fields of the result.
     `dynamic_shapes`: as for torch.export.export; by default every size stays open that the model leaves open.
     `opset`: default operator set; by default the exporter's own. `functions`: torch op -> onnxscript function.
 
-    `check`: run onnx.checker, then ONNX Runtime on the CPU with its graph optimisations off and on, on the example and on
-    another batch size (the example's rows repeated or cut along each dim that the export left to the batch), and compare
-    with the model: relative norm of at most `tolerance` (default by dtype, 2e-5 for float32), see `compare`.
+    `check`: run onnx.checker, then ONNX Runtime on the CPU with its graph optimisations off and on, on the example and
+    on another batch size (the example's rows repeated or cut along each dim that the export left to the batch), and
+    compare with the model: relative norm of at most `tolerance` (default by dtype, 2e-5 for float32), see `compare`.
 
     The file appears only if all of that passed. Past 2 GB the weights stand beside it in `<file name>.data`. The model,
     its train/eval flags and its buffers are left as they were.
 
-    Raises NotAModuleError, InputError, OutputError, OutputPathError, UnsupportedDtypeError, TraceError, DynamicDimError,
-    OnnxExportError, OnnxRunError, OutputMismatchError: all subclasses of ResfxError.
+    Raises NotAModuleError, InputError, OutputError, OutputPathError, UnsupportedDtypeError, TraceError,
+    DynamicDimError, OnnxExportError, OnnxRunError, OutputMismatchError: all subclasses of ResfxError.
     """
     target = checked_path(path)
     model = check_module(model)
@@ -56,7 +56,7 @@ def to_onnx(
     if check:
         _refuse_dtypes(model, call)
     with evaluating(model), staged(target) as file:
-        want = run_eager(model, call)
+        want = run_example(model, call)
         found = capture(model, call, dynamic_shapes, flat=True)
         taken = (*call.names, *model.state_dict(keep_vars=True))
         outputs = unique_names(want.names, taken, suffix="_out")
@@ -80,7 +80,6 @@ def _refuse_dtypes(model: nn.Module, call: Call) -> None:
     if culprit is None:
         return
     raise UnsupportedDtypeError(
-        f"{culprit}, and ONNX Runtime's CPU provider has no matrix product for it: export model.float() with float32 inputs, "
-        "or pass check=False to write the file without running it"
+        f"{culprit}, and ONNX Runtime's CPU provider has no matrix product for it: export model.float() with float32 "
+        "inputs, or pass check=False to write the file without running it"
     )
-

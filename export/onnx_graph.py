@@ -17,7 +17,9 @@ from resfx.export.run import PREFIX
 
 # A protobuf file ends at 2 GiB; the graph itself and its names need room too.
 INLINE_LIMIT = 2**31 - 2**27
-_OP = re.compile(r"(?:OpOverload\(op='(?P<op>[\w.]+)', overload='(?P<overload>\w+)'\))|(?:torch\.ops\.(?P<target>[\w.]+))")
+_OP = re.compile(
+    r"(?:OpOverload\(op='(?P<op>[\w.]+)', overload='(?P<overload>\w+)'\))|(?:torch\.ops\.(?P<target>[\w.]+))"
+)
 
 
 def translate(
@@ -29,9 +31,10 @@ def translate(
 ) -> torch.onnx.ONNXProgram:
     """The program as ONNX.
 
-    Raises OnnxExportError with the operator that has no translation and its source line, or where the exporter could not
-    reach the `opset` asked for.
+    Raises OnnxExportError with the operator that has no translation and its source line, or where the exporter could
+    not reach the `opset` asked for.
     """
+    _forget_strides(program)
     try:
         result = torch.onnx.export(
             program,
@@ -47,8 +50,32 @@ def translate(
     assert result is not None  # None is the legacy exporter's answer
     reached = opset_of(result)
     if opset is not None and reached != opset:
-        raise OnnxExportError(f"the exporter could not convert the model to opset {opset}, it stays at {reached}: ask for {reached}")
+        raise OnnxExportError(
+            f"the exporter could not convert the model to opset {opset}, it stays at {reached}: ask for {reached}"
+        )
     return result
+
+
+def _forget_strides(program: ExportedProgram) -> None:
+    """Make the graph independent of strides, which ONNX does not have, in place: the same numbers, no new ONNX node.
+
+    Passes of the exporter give the result of attention other strides than the trace did; a view that was traced on it
+    does not fit them and stops the exporter. So attention results are made contiguous and views become reshapes.
+    """
+    graph = program.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+        if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+            with graph.inserting_after(node):
+                copy = graph.call_function(
+                    torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+                )
+            copy.meta = dict(node.meta)
+            node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+    program.graph_module.recompile()
 
 
 def opset_of(program: torch.onnx.ONNXProgram) -> int:
@@ -112,7 +139,8 @@ def _explain(error: Exception, program: ExportedProgram) -> str:
         return f"torch.export passed, the ONNX exporter failed: {first_line(links[-1])}"
     name = found["target"] or f"{found['op']}.{found['overload']}"
     return (
-        f"torch.export passed, the ONNX exporter has no translation for {name}{_callers(program, name)}: {first_line(links[-1])}\n"
+        f"torch.export passed, the ONNX exporter has no translation for {name}{_callers(program, name)}: "
+        f"{first_line(links[-1])}\n"
         "Pass functions={torch op: onnxscript function} to give one, or use torch.compile or to_aoti for this model."
     )
 

@@ -15,12 +15,14 @@ from resfx.export.errors import OutputPathError
 def checked_path(path: str | os.PathLike[str], *, suffix: str | None = None) -> Path:
     """The absolute path to write, after every check that needs no export.
 
-    Raises OutputPathError where the parent is missing, the path or its parent is of the wrong kind, the folder cannot be
-    written, or the name lacks the `suffix` that the format demands.
+    Raises OutputPathError where the parent is missing, the path or its parent is of the wrong kind, the folder cannot
+    be written, or the name lacks the `suffix` that the format demands.
     """
     target = Path(os.path.abspath(os.path.expanduser(path)))
     if target.is_dir():
-        raise OutputPathError(f"{target} is a folder: name the file to write, for example {target / 'model'}{suffix or ''}")
+        raise OutputPathError(
+            f"{target} is a folder: name the file to write, for example {target / 'model'}{suffix or ''}"
+        )
     if suffix is not None and target.suffix != suffix:
         raise OutputPathError(f"{target} must end in {suffix}: write {target.with_suffix(suffix)}")
     if not target.parent.exists():
@@ -34,7 +36,7 @@ def checked_path(path: str | os.PathLike[str], *, suffix: str | None = None) -> 
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """Yield a path of the same file name in a temporary folder beside `target`; move all files there in place on success.
+    """Yield a path of the same file name in a temporary folder beside `target`; move its files in place on success.
 
     The folder is on the same file system, so each move is atomic. Files beside the main one (external data) move
     first: a reader that sees the main file finds them. Nothing is left behind where the body raises.

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from resfx.export.blame import blame, first_line
 from resfx.export.call import Call
-from resfx.export.errors import NotAModuleError
+from resfx.export.errors import InputError, NotAModuleError, OutputError
 from resfx.export.outputs import Outputs, flatten_outputs
 
 PREFIX = "model."  # what FlatModule adds to the names of the model's parameters
@@ -18,7 +19,7 @@ PREFIX = "model."  # what FlatModule adds to the names of the model's parameters
 class FlatModule(nn.Module):
     """`model` as a function of tensors only: flat tensors in, a flat tuple of distinct new tensors out.
 
-    ONNX knows neither containers nor aliases, so an output that is an input, a parameter or an earlier output is cloned.
+    ONNX knows neither containers nor aliases: an output that is an input, a parameter or an earlier output is cloned.
     """
 
     def __init__(self, model: nn.Module, call: Call) -> None:
@@ -43,7 +44,9 @@ def check_module(model: object) -> nn.Module:
         raise NotAModuleError("the model is a TorchScript module: pass the nn.Module it was made from")
     if isinstance(model, nn.Module):
         return model
-    hint = "call it and pass the instance" if isinstance(model, type) else "wrap it in an nn.Module whose forward calls it"
+    hint = (
+        "call it and pass the instance" if isinstance(model, type) else "wrap it in an nn.Module whose forward calls it"
+    )
     raise NotAModuleError(f"the model is a {type(model).__name__}, not an nn.Module: {hint}")
 
 
@@ -85,3 +88,16 @@ def run_eager(model: nn.Module, call: Call, tensors: Sequence[Tensor] | None = N
         outputs = flatten_outputs(model(*args, **kwargs))
         # Clones: an output may be a buffer that is put back on exit.
         return Outputs(outputs.names, tuple(tensor.clone() for tensor in outputs.tensors), outputs.dropped)
+
+
+def run_example(model: nn.Module, call: Call) -> Outputs:
+    """The model's own outputs on the example. Raises InputError where the model itself fails on it, OutputError."""
+    try:
+        return run_eager(model, call)
+    except OutputError:
+        raise
+    except Exception as error:  # the model's own code
+        raise InputError(
+            f"the model itself fails on the example arguments{blame(error, model)}: {first_line(error)}\n"
+            "Pass arguments that model(*args, **kwargs) takes."
+        ) from error

@@ -69,7 +69,7 @@ def flat_spec(model: nn.Module, call: Call, dynamic_shapes: Any) -> tuple[Spec, 
         return tuple(_open_leaf(tensor) for tensor in call.tensors)
     if isinstance(dynamic_shapes, torch.export.ShapesCollection):
         args, kwargs = call.rebuild(call.tensors)
-        dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, kwargs)
+        dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, kwargs)  # type: ignore[no-untyped-call]
     named = _by_name(call, dynamic_shapes)
     return tuple(_follow(named, path) for path in call.paths)
 
@@ -183,14 +183,16 @@ def _by_name(call: Call, dynamic_shapes: Any) -> dict[str, Any]:
     if isinstance(dynamic_shapes, (tuple, list)):
         if len(dynamic_shapes) != len(call.bound):
             raise DynamicDimError(
-                f"dynamic_shapes has {len(dynamic_shapes)} entries for {len(call.bound)} arguments ({', '.join(call.bound)}): "
-                "give one entry an argument, None for a fixed one"
+                f"dynamic_shapes has {len(dynamic_shapes)} entries for {len(call.bound)} arguments "
+                f"({', '.join(call.bound)}): give one entry an argument, None for a fixed one"
             )
         return dict(zip(call.bound, dynamic_shapes, strict=True))
     keywords = {key for value in call.bound.values() if isinstance(value, dict) for key in value}
     unknown = set(dynamic_shapes) - set(call.bound) - keywords
     if unknown:
-        raise DynamicDimError(f"dynamic_shapes names {', '.join(sorted(unknown))}: the arguments are {', '.join(call.bound)}")
+        raise DynamicDimError(
+            f"dynamic_shapes names {', '.join(sorted(unknown))}: the arguments are {', '.join(call.bound)}"
+        )
     return dict(dynamic_shapes)
 
 
@@ -205,7 +207,9 @@ def _follow(named: dict[str, Any], path: Path) -> Spec:
         try:
             spec = spec.get(key) if isinstance(spec, Mapping) else spec[key]
         except (TypeError, LookupError) as error:
-            raise DynamicDimError(f"dynamic_shapes has no entry for {identifier(path)}: follow the structure of the arguments") from error
+            raise DynamicDimError(
+                f"dynamic_shapes has no entry for {identifier(path)}: follow the arguments"
+            ) from error
     return spec
 
 
