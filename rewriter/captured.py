@@ -7,6 +7,8 @@ from typing import Any, Literal, TypeAlias
 
 from torch import fx
 
+from resfx.dynamic import Attempt
+from resfx.functionalize import Functional
 from resfx.signature import CallSignature
 
 Mode: TypeAlias = Literal["train", "eval"]
@@ -46,6 +48,8 @@ class Captured:
     open_dims: list[tuple[str, int]] = field(default_factory=list)
     fixed_dims: list[tuple[str, int]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    attempt: Attempt | None = None  # the example and the dynamic shapes that worked
+    functional: Functional = field(default_factory=Functional)
 
     @property
     def graph(self) -> fx.Graph:

@@ -26,12 +26,11 @@ CHECKPOINT_NOTE = "activation checkpoints in the glue are not kept: the result d
 
 @dataclass
 class Exported:
-    """One export: the program, its flat graph, and the attempt that worked."""
+    """One export: the program and its flat graph."""
 
     program: torch.export.ExportedProgram
     unlifted: Unlifted
     captured: Captured
-    attempt: Attempt
 
 
 def export_flat(
@@ -125,11 +124,13 @@ def _assemble(
     module = unlifted.module
     module.graph.set_codegen(CallCodeGen(signature))
     module.recompile()
-    captured = Captured(module, signature, mode, "export", notes=unlifted.notes)
+    captured = Captured(
+        module, signature, mode, "export", notes=unlifted.notes, attempt=attempt, functional=unlifted.functional
+    )
     for node, label in zip(unlifted.inputs, labels, strict=True):
         for axis, size in enumerate(node.meta["val"].shape):
             (captured.open_dims if fixed_size(size) is None else captured.fixed_dims).append((label, axis))
-    return Exported(program, unlifted, captured, attempt)
+    return Exported(program, unlifted, captured)
 
 
 def _labels(templates: Sequence[Template], count: int) -> list[str]:

@@ -15,6 +15,7 @@ from resfx.functionalize import Functional, functionalize
 from resfx.guards import Guards, build_guards
 from resfx.regions import inline_regions
 from resfx.root import add_constant, free_name, graft
+from resfx.tracepoints import Tracepoint, resolve_tracepoints
 
 _PLACED = (InputKind.PARAMETER, InputKind.BUFFER)
 
@@ -31,6 +32,7 @@ class Unlifted:
     parents: dict[int, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     functional: Functional = field(default_factory=Functional)
+    tracepoints: list[Tracepoint] = field(default_factory=list)
 
 
 def unlift(program: torch.export.ExportedProgram, model: nn.Module) -> Unlifted:
@@ -46,6 +48,7 @@ def unlift(program: torch.export.ExportedProgram, model: nn.Module) -> Unlifted:
     module.graph = graph
     result = Unlifted(module, inputs, origin)
     inline_regions(module, bodies, origin, result.parents, result.notes)
+    result.tracepoints = resolve_tracepoints(module.graph, origin)
     remove_asserts(module.graph)
     result.functional = functionalize(module)
     result.notes.extend(result.functional.notes)
@@ -161,6 +164,9 @@ def remove_asserts(graph: fx.Graph) -> None:
     remove_dead(graph)
 
 
+_PURE_MODULES = ("_operator", "operator", "math", "builtins", "torch", "resfx.fold")
+
+
 def remove_dead(graph: fx.Graph) -> None:
     """Erase unused nodes; placeholders and nodes with an effect stay."""
     graph.eliminate_dead_code(is_impure_node=has_effect)
@@ -177,7 +183,8 @@ def has_effect(node: fx.Node) -> bool:
         if torch.Tag.nondeterministic_seeded in target.tags:
             return True
         return any(_writes(argument) for argument in target._schema.arguments)
-    return node.is_impure()
+    # A Python function may set a mode (autocast, a vmap level); only arithmetic is known to do nothing else.
+    return getattr(target, "__module__", None) not in _PURE_MODULES or node.is_impure()
 
 
 def input_guards(inputs: list[fx.Node], labels: list[str], program: torch.export.ExportedProgram) -> Guards:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,6 +78,15 @@ class Guards:
     symbols: tuple[tuple[int, int], ...] = ()  # where each open size is read: (input, axis)
     rules: tuple[DimRule, ...] = ()
     conditions: tuple[Condition, ...] = ()
+    also: tuple[Guards, ...] = ()  # of another capture of the same model
+
+    def merged(self, other: Guards) -> Guards:
+        """Both; `self` where they say the same."""
+        return self if self._text() == other._text() else replace(self, also=(*self.also, other))
+
+    def _text(self) -> tuple[Any, ...]:
+        rules = tuple((rule.index, rule.axis, rule.text) for rule in self.rules)
+        return (self.tensors, self.symbols, rules, tuple(condition.text for condition in self.conditions))
 
     def check(self, inputs: Sequence[Any]) -> None:
         """Raises GuardError naming argument and axis."""
@@ -96,6 +105,8 @@ class Guards:
                     for (i, axis), size in zip(self.symbols, sizes, strict=True)
                 )
                 raise GuardError(f"{where}: the capture assumed {condition.text}. Capture again with such an example.")
+        for guards in self.also:
+            guards.check(inputs)
 
 
 def _check_tensor(guard: TensorGuard, tensor: torch.Tensor) -> None:

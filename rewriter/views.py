@@ -48,7 +48,8 @@ def source_of(node: fx.Node) -> fx.Node | None:
     for argument in node.all_input_nodes:
         other = argument.meta.get("val")
         if isinstance(other, (list, tuple)):
-            if node.target is operator.getitem:
+            # One part of a split is a view; one result of an op with several (topk) owns its memory.
+            if node.target is operator.getitem and source_of(argument) is not None:
                 return argument
             continue
         if same_storage(value, other):
