@@ -94,10 +94,8 @@ def answers(command: Callable[..., Answer]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(*args: Any, as_json: bool, debug: bool, **options: Any) -> None:
-        # What a model's own code prints must not get between a machine and its JSON.
-        quiet = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
         try:
-            with quiet:
+            with contextlib.redirect_stdout(sys.stderr):  # stdout is for the answer, not for what a model's code prints
                 answer = command(*args, as_json=as_json, debug=debug, **options)
         except (typer.Exit, typer.Abort, KeyboardInterrupt):
             raise
@@ -217,7 +215,8 @@ def demo(seed: Seed = 0, as_json: Json = False, debug: Debug = False) -> Answer:
         "weakest new parameter moves the output by": f"{result.smallest_effect:.1e}",
         "compile": result.compiled + compiled,
         "milliseconds, plain -> rewritten": f"{result.milliseconds_before:.2f} -> {result.milliseconds_after:.2f}",
-        "ONNX": result.onnx,
+        "ONNX": f"{result.onnx_bytes / 1e6:.1f} MB, in ONNX Runtime off by at most {result.onnx_difference:.1e}",
+        "ONNX runs": "; ".join(result.onnx_runs),
     }
     data = {**vars(result), "found": result.found.to_dict()}
     return Answer(data, [*map_parts(result.found), facts("demo", rows)])

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ from resfx.patterns.report import ResidualMap
 
 WIDTH = 140  # of tables that go into a file or a pipe
 SLOW_STEP = 2.0  # seconds from which a finished step leaves a line
+
+_FREED = re.compile(r";  (\w+ = )+None$")  # fx frees values as it goes
+_SOURCE = re.compile(r"^( *)# .*?File: (?:[^ ]*/)?([^ /]+:\d+) in \w+, code: (.*)$")
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,9 @@ def rewritten_table(data: dict[str, Any]) -> Table:
 
 
 def graph_text(model: nn.Module) -> str:
-    """The readable code of a rewritten model (a GraphModule)."""
-    return str(model.print_readable(print_output=False))  # type: ignore[operator]
+    """The code of a rewritten model (a GraphModule), one line a node, with the user's line above each group of them."""
+    lines = str(model.print_readable(print_output=False)).splitlines()  # type: ignore[operator]
+    return "\n".join(_SOURCE.sub(r"\1# \2: \3", _FREED.sub("", line)) for line in lines)
 
 
 def diff(before: str, after: str) -> Text:

@@ -95,14 +95,22 @@ def test_find_prints_the_sites(here: Path) -> None:
 
 
 def test_find_for_machines(here: Path) -> None:
-    """stdout is one JSON object, although the model prints something of its own."""
+    """stdout is one JSON object; what the model prints goes to stderr."""
     data = machine("find", "model.py:net")
     assert len(data["streams"]) == 1
     assert [site["path"] for site in data["streams"][0]["sites"]] == [f"blocks.{index}" for index in range(3)]
 
 
+def test_what_a_model_prints_stays_out_of_the_answer(here: Path) -> None:
+    result = done("find", "model.py:net")
+    assert "the model speaks" not in result.stdout
+    assert "the model speaks" in result.stderr
+
+
 def test_explain(here: Path) -> None:
-    assert "blocks.1" in done("find", "model.py:net", "--explain", "blocks.1").stdout
+    text = done("find", "model.py:net", "--explain", "blocks.1").stdout
+    assert "model.py:11" in text
+    assert "site 1 of stream 0" in text
 
 
 def test_rewrite_without_output_shows_the_change_and_writes_nothing(here: Path) -> None:
