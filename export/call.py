@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import inspect
 import re
@@ -33,7 +34,7 @@ class Call:
     tensors: tuple[Tensor, ...]
     leaves: tuple[object, ...]
     spec: pytree.TreeSpec
-    bound: dict[str, Any]  # forward's argument name -> value, as torch.export binds them
+    bound: dict[str, Any]  # forward's argument name -> example value, as torch.export binds them
 
     def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with `tensors` in the place of the example's."""
@@ -43,8 +44,10 @@ class Call:
         return tuple(args), dict(kwargs)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Call:
-        """The same call with other tensors, for example of another batch size."""
-        return make_call_from(self, tensors)
+        """The same call with other tensors of the same ranks, for example of another batch size."""
+        feed = iter(tensors)
+        leaves = tuple(next(feed) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
+        return dataclasses.replace(self, tensors=tuple(tensors), leaves=leaves)
 
 
 def make_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Call:
@@ -68,24 +71,16 @@ def make_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] |
     paths = [_leaf_path(keys, heads, list(kwargs)) for keys, _ in flat]
     for path, (_, leaf) in zip(paths, flat, strict=True):
         _check_leaf(path, leaf)
-    kept = [(path, leaf) for path, (_, leaf) in zip(paths, flat, strict=True) if isinstance(leaf, Tensor)]
+    leaves = _distinct([leaf for _, leaf in flat])
+    kept = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor)]
     return Call(
         names=unique_names([identifier(path) for path, _ in kept]),
         paths=tuple(path for path, _ in kept),
         tensors=tuple(leaf for _, leaf in kept),
-        leaves=tuple(leaf for _, leaf in flat),
+        leaves=leaves,
         spec=spec,
         bound=bound,
     )
-
-
-def make_call_from(call: Call, tensors: Sequence[Tensor]) -> Call:
-    """`call` with other tensors of the same number."""
-    feed = iter(tensors)
-    swap = {id(old): next(feed) for old in call.tensors}
-    bound = pytree.tree_map(lambda leaf: swap.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf, call.bound)
-    leaves = tuple(swap[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in call.leaves)
-    return Call(call.names, call.paths, tuple(tensors), leaves, call.spec, bound)
 
 
 def identifier(path: Path) -> str:
@@ -130,6 +125,17 @@ def _leaf_path(keys: Sequence[object], heads: list[Path], kwarg_names: list[str]
         assert isinstance(first, int)
         return (*heads[first], *rest)
     return (first, *rest)
+
+
+def _distinct(leaves: Sequence[object]) -> tuple[object, ...]:
+    """A tensor that is passed twice (tokens that are their own labels) as two inputs: their sizes are not one size."""
+    seen: set[int] = set()
+    result: list[object] = []
+    for leaf in leaves:
+        again = isinstance(leaf, Tensor) and id(leaf) in seen
+        result.append(leaf.clone() if again and isinstance(leaf, Tensor) else leaf)
+        seen.add(id(leaf))
+    return tuple(result)
 
 
 def _check_leaf(path: Path, leaf: object) -> None:
