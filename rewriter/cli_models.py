@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from resfx.cli_inputs import Args, Kwargs, UsageError
 
@@ -62,7 +63,9 @@ def _from_program(path: Path) -> Loaded:
         program = torch.export.load(path)
     except Exception as error:
         raise UsageError(f"{path} is no program that torch.export.save wrote: {_short(error)}") from error
-    return program.module(), program.example_inputs
+    module: Any = program.module(check_guards=False)
+    # A fresh GraphModule: the program's own refuses train() and eval(), which are the same here.
+    return GraphModule(module, module.graph), program.example_inputs
 
 
 def _from_config(folder: Path) -> Loaded:

@@ -222,7 +222,7 @@ def test_usage_errors(here: Path, words: list[str], reason: str) -> None:
         (["find", "model.py:plain"], "No residual"),
         (["rewrite", "model.py:plain", "--form", "delta"], "NoResidualFound"),
         (["rewrite", "model.py:plain", "--form", "delta", "-o", "out.pt2"], "NoResidualFound"),
-        (["find", "model.py:fork"], "model.py:40"),
+        (["find", "model.py:fork"], "model.py:37"),
         (["find", "model.py:net", "--input", "x=float32[2,7]"], "model.py"),
         (["rewrite", "model.py:net", "--form", "delta", "--stream", "5"], "5"),
     ],
