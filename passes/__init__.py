@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from typing import Any
 
 from resfx.passes.apply import Applied, apply, apply_all
 from resfx.passes.errors import CheckError, EditError, FormError, Refusal
@@ -32,7 +33,18 @@ def from_spec(text: str) -> Form:
     return parse(text, FORMS)
 
 
-globals().update({form.__name__: form for form in FORMS.values()})
+_CLASSES = {form.__name__: form for form in FORMS.values()}
+
+
+def __getattr__(name: str) -> Any:
+    """The forms' classes, by name."""
+    if name in _CLASSES:
+        return _CLASSES[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_CLASSES])
 
 __all__ = [
     "FORMS",

@@ -106,6 +106,8 @@ class Walk:
         if self.form.keeps_values or self.mixes:
             self._make_functional(event, path)
         written = self._tell(event, path)
+        if self.form.merges and not self.mixes:
+            self.editor.supersede(path)  # what is read instead runs copies of it
         if written is None:
             value = self._follow(path)
         else:

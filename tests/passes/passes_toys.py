@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from resfx.patterns.streams import (
     Cast,
@@ -210,7 +210,8 @@ def _depends(node: Node, ancestor: Node) -> bool:
 
 def relative(a: Tensor, b: Tensor) -> float:
     """||a - b|| / ||b||."""
-    return float((a - b).norm() / b.norm().clamp_min(1e-300))
+    difference, size = float((a - b).detach().norm()), float(b.detach().norm())
+    return difference / size if size > 1e-12 else difference
 
 
 def perturb(graph_module: GraphModule, seed: int = 0, size: float = 0.3) -> None:
