@@ -1,12 +1,15 @@
 """The house rules that no linter knows: who imports whom, how long a file may be, what every form brings."""
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from resfx.passes import FORMS
 
 ROOT = Path(__file__).parent.parent
 IMPORT_NAMES = {
@@ -103,3 +106,20 @@ def test_ci_pins_what_it_runs() -> None:
     pinned = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     assert sorted(pinned) == sorted({requirement.name for requirement in wanted})
     assert [r.name for r in wanted if not r.specifier.contains(pinned[r.name])] == []
+
+
+def test_every_form_is_registered_documented_and_tested() -> None:
+    classes = {
+        node.name
+        for path in (ROOT / "passes").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Form" for base in node.bases)
+    }
+    assert {form.__name__ for form in FORMS.values()} == classes
+    readme = (ROOT / "README.md").read_text()
+    tests = "".join(path.read_text() for path in (ROOT / "tests" / "passes").glob("test_*.py"))
+    for name, form in FORMS.items():
+        assert form.name == name
+        assert form.__doc__
+        assert f"| `{form.__name__}(" in readme, "one row in the README's table of forms"
+        assert re.search(rf"\b{form.__name__}\b", tests), "a test"
