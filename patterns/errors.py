@@ -5,6 +5,19 @@ Each message names the module path, the source line where known, and what to do.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from resfx.patterns.rejected import Rejected
+
 
 class ResfxError(Exception):
     """Base of every error resfx raises on purpose; the cause, where there is one, is chained."""
+
+
+class NoResidualFound(ResfxError):
+    """No site, or none that was asked for. `rejected` lists the sums that came near, with the reason for each."""
+
+    def __init__(self, message: str, rejected: list[Rejected]) -> None:
+        super().__init__(message)
+        self.rejected = rejected

@@ -45,6 +45,7 @@ class Site:
     branches: tuple[Node, ...]
     params: frozenset[str]  # names of the Parameters its branches use: equal sets mean one tied branch
     kind: Kind = "plain"
+    skip_scale: float | Node = 1.0  # the sum adds `skip_scale * skip` (beta of addmm, the sign in `f(x) - x`)
     region: tuple[Node, ...] = ()
     path: str = ""  # module path of the completing add, "" for the root
     source: str = ""  # file:line of its innermost frame outside the torch package
@@ -91,11 +92,15 @@ class Side:
 
 @dataclass(frozen=True)
 class Transition:
-    """after = N(before): a norm or activation on the stream itself. `nodes` in order; the last one is `after`."""
+    """after = N(before): a norm or activation on the stream itself. `nodes` in order; the last one is `after`.
+
+    A torch.cond on the stream is one too: then `sites` are the sites inside it, none of which can be rewritten.
+    """
 
     before: Node
     after: Node
     nodes: tuple[Node, ...]
+    sites: tuple[Site, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,7 +151,13 @@ class Stream:
 
     @property
     def sites(self) -> list[Site]:
-        return [event.site for event in self.events if isinstance(event, Write)]
+        found: list[Site] = []
+        for event in self.events:
+            if isinstance(event, Write):
+                found.append(event.site)
+            elif isinstance(event, Transition):
+                found.extend(event.sites)
+        return found
 
     @property
     def distinct_branches(self) -> int:

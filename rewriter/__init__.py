@@ -1,0 +1,59 @@
+"""resfx: find the residual connections of any PyTorch model and rewrite them into a better residual form.
+
+    model2 = resfx.rewrite(model, resfx.DeltaAttention(), (x,))
+
+Every form of `resfx.passes` is an attribute here: `resfx.DeltaAttention`, `resfx.Review`, ...
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from resfx import export, passes, patterns
+from resfx.capture import CaptureError, DynamicDimSpecialized, GuardError, NotAModule
+from resfx.find import find
+from resfx.passes import CheckError, EditError, Form, FormError
+from resfx.patterns import NoResidualFound, ResfxError, ResidualMap, Site, Stream
+from resfx.rewrite import RewriteError, rewrite
+from resfx.rewritten import EvalOnly, NotOnRewritten, Rewritten
+from resfx.selection import SelectionError
+
+__all__ = [
+    "CaptureError",
+    "CheckError",
+    "DynamicDimSpecialized",
+    "EditError",
+    "EvalOnly",
+    "Form",
+    "FormError",
+    "GuardError",
+    "NoResidualFound",
+    "NotAModule",
+    "NotOnRewritten",
+    "ResfxError",
+    "ResidualMap",
+    "RewriteError",
+    "Rewritten",
+    "SelectionError",
+    "Site",
+    "Stream",
+    "export",
+    "find",
+    "passes",
+    "patterns",
+    "rewrite",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """The residual forms, by their class names."""
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(passes, name)
+    except AttributeError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(form.__name__ for form in passes.FORMS.values())})

@@ -1,0 +1,255 @@
+"""From what the search found to streams: the events in order, the readers of every state, the modules that must stay open.
+
+`build` works on the graph that was searched. When capture then folds modules into single calls, `refresh` carries the streams
+over to the folded graph and finds their readers there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from torch.fx import Graph, Node
+
+from resfx.patterns import dialect
+from resfx.patterns.axis import feature_axis
+from resfx.patterns.dialect import SHAPE_ONLY, data_inputs, op_name
+from resfx.patterns.search import Found
+
+from resfx.patterns.slices import slice_base
+from resfx.patterns.streams import Cast, Event, Layout, Reader, Scale, Side, Site, Stream, Term, Transition, Write
+from resfx.patterns.threads import Thread
+
+
+def build(found: Found, graph: Graph) -> list[Stream]:
+    """The streams of the searched graph, in the order of their first sites, readers included."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    last = len(order)
+    threads = sorted(found.threads, key=lambda t: order.get(t.sites[0].node, last))
+    streams = [_stream(i, thread, found, graph) for i, thread in enumerate(threads)]
+    return refresh(streams, {}, graph)
+
+
+def _stream(index: int, thread: Thread, found: Found, graph: Graph) -> Stream:
+    if thread.sites[0].node.graph is not graph:  # found inside torch.cond and nowhere else
+        site = thread.sites[0]
+        events: tuple[Event, ...] = tuple(Write(s.skip, s.result, s) for s in thread.sites)
+        return Stream(index, site.skip, events, (), None, site.shape, refused=site.refused)
+    events = _events(thread, found)
+    _number(events)
+    entry = events[0].before
+    stream = Stream(index, entry, events, (), None, dialect.shape_of(entry) or ())
+    stream.refused = _refusal(stream)
+    return stream
+
+
+def _events(thread: Thread, found: Found) -> tuple[Event, ...]:
+    events: list[Event] = []
+    for site in thread.sites:
+        start = whole_state(site)
+        steps = list(found.chain.walk(start))[::-1]
+        if not events:
+            steps = _from_entry(steps, site, start, found)
+        events.extend(_joined_norms(steps, found))
+        events.append(Write(start, site.result, site))
+    return tuple(events)
+
+
+def whole_state(site: Site) -> Node:
+    """The state that the site updates: its skip operand, or the value that the operand is a slice of."""
+    base = slice_base(site.region[0]) if site.region else site.skip
+    return base if base is not None else site.skip
+
+
+def _from_entry(steps: list[Event], site: Site, start: Node, found: Found) -> list[Event]:
+    """The stream starts at the earliest state that the first branch reads, behind casts, views and scales of the skip."""
+    region = branch_region(site, found.facts.order, {e.before for e in steps} | {start})
+    first = len(steps)
+    for position in range(len(steps) - 1, -1, -1):
+        event = steps[position]
+        if not isinstance(event, (Cast, Layout, Scale)):
+            break
+        if any(user in region and user is not event.after for user in event.before.users):
+            first = position
+    return steps[first:]
+
+
+def _joined_norms(steps: list[Event], found: Found) -> list[Event]:
+    """A gain and a bias that follow a norm belong to it: they are no scaled identity and no side add."""
+    joined: list[Event] = []
+    for event in steps:
+        norm = next((i for i in range(len(joined) - 1, -1, -1) if not isinstance(joined[i], Cast)), None)
+        if norm is None or not _is_affine(event, found) or not isinstance(joined[norm], Transition):
+            joined.append(event)
+            continue
+        head = joined[norm]
+        assert isinstance(head, Transition)
+        casts = tuple(e.after for e in joined[norm + 1 :])
+        del joined[norm:]
+        joined.append(Transition(head.before, event.after, (*head.nodes, *casts, event.after)))
+    return joined
+
+
+def _is_affine(event: Event, found: Found) -> bool:
+    static = found.facts.static
+    if isinstance(event, Scale):
+        return isinstance(event.factor, Node) and event.factor in static
+    return isinstance(event, Side) and all(o in static for t in event.terms for o in t.operands)
+
+
+def _number(events: Iterable[Event]) -> None:
+    """Execution order, transitions, and ties: sites whose branches use the same Parameters are one branch, run `repeats` times."""
+    sites: list[Site] = []
+    for event in events:
+        if isinstance(event, Transition):
+            sites.extend(event.sites)
+            if sites:
+                sites[-1].transition += tuple(n for n in map(op_name, event.nodes) if n != "getitem")
+        elif isinstance(event, Write):
+            sites.append(event.site)
+    groups: dict[object, list[Site]] = {}
+    for index, site in enumerate(sites):
+        site.index = index
+        groups.setdefault(site.params or index, []).append(site)
+    for number, group in enumerate(groups.values()):
+        for site in group:
+            site.repeats, site.branch_id = len(group), number
+
+
+def _refusal(stream: Stream) -> str | None:
+    for site in stream.sites:
+        if site.refused:
+            return f"site {site.index} ({site.source or site.node.name}): {site.refused}"
+        if site.kind == "coupling":
+            site.refused = "a reversible coupling: its inverse would no longer exist"
+    if any(site.kind == "coupling" for site in stream.sites):
+        return "it is a reversible coupling, whose inverse a rewrite would break"
+    return None
+
+
+def sum_nodes(event: Write | Side) -> set[Node]:
+    """The nodes that form the sum: the add, inner adds, a stack, and for a slice what takes the part out and puts it back."""
+    if isinstance(event, Side):
+        return _between_all([event.after], {o for t in event.terms for o in t.operands} | {event.before})
+    site = event.site
+    terms = {o for t in site.terms for o in t.operands}
+    nodes = _between_all([site.node], terms | {site.skip})
+    if not site.region:
+        return nodes
+    return nodes | _between_all([site.result, site.skip], {site.node, event.before})
+
+
+def _between_all(tops: list[Node], stop: set[Node]) -> set[Node]:
+    """What `tops` are computed from, down to the nodes of `stop`."""
+    seen: set[Node] = set()
+    todo = [n for n in tops if n not in stop]
+    while todo:
+        node = todo.pop()
+        seen.add(node)
+        todo.extend(i for i in data_inputs(node) if i not in stop and i not in seen and i.op not in ("placeholder", "get_attr"))
+    return seen
+
+
+def branch_region(site: Site, order: Mapping[Node, int], states: set[Node]) -> set[Node]:
+    """The nodes that compute the update from the state before it: nothing that comes before that state in graph order."""
+    floor = min(order[s] for s in states) if states else 0
+    seen: set[Node] = set()
+    todo = [o for t in site.terms for o in t.operands]
+    while todo:
+        node = todo.pop()
+        if node in seen or node in states or order[node] < floor:
+            continue
+        seen.add(node)
+        todo.extend(data_inputs(node))
+    return seen
+
+
+def refresh(streams: list[Stream], moved: Mapping[Node, Node], graph: Graph) -> list[Stream]:
+    """The same streams on a graph in which the nodes of `moved` were replaced; readers are found anew."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return [_refreshed(stream, moved, order) for stream in streams]
+
+
+def _refreshed(stream: Stream, moved: Mapping[Node, Node], order: Mapping[Node, int]) -> Stream:
+    if stream.entry not in order and moved.get(stream.entry) is None:
+        return stream  # inside torch.cond: it is never rewritten
+    events = tuple(e for old in stream.events if (e := _moved(old, moved, order)) is not None)
+    entry = moved.get(stream.entry, stream.entry)
+    fresh = Stream(stream.index, entry, events, (), stream.axis, stream.shape, stream.refused, stream.notes)
+    fresh.readers = tuple(_readers(fresh, order))
+    if fresh.axis is None:
+        fresh.axis = feature_axis(fresh)
+    return fresh
+
+
+def _moved(event: Event, moved: Mapping[Node, Node], order: Mapping[Node, int]) -> Event | None:
+    before, after = moved.get(event.before, event.before), moved.get(event.after, event.after)
+    if before is after:
+        return None  # a module that returns its input
+    if isinstance(event, Write):
+        return Write(before, after, _moved_site(event.site, moved))
+    if isinstance(event, Side):
+        return Side(before, after, tuple(_moved_term(t, moved) for t in event.terms))
+    if isinstance(event, Scale) and isinstance(event.factor, Node):
+        return replace(event, before=before, after=after, factor=moved.get(event.factor, event.factor))
+    if isinstance(event, Transition) and not event.sites:
+        return Transition(before, after, between(before, after, order))
+    return replace(event, before=before, after=after)
+
+
+def _moved_site(site: Site, moved: Mapping[Node, Node]) -> Site:
+    site.terms = tuple(_moved_term(t, moved) for t in site.terms)
+    site.skip = moved.get(site.skip, site.skip)
+    site.branches = tuple(moved.get(b, b) for b in site.branches)
+    site.region = tuple(moved.get(n, n) for n in site.region)
+    site.node, site.result = moved.get(site.node, site.node), moved.get(site.result, site.result)
+    return site
+
+
+def _moved_term(term: Term, moved: Mapping[Node, Node]) -> Term:
+    scale = moved.get(term.scale, term.scale) if isinstance(term.scale, Node) else term.scale
+    return Term(term.op, tuple(moved.get(o, o) for o in term.operands), scale)
+
+
+def between(before: Node, after: Node, order: Mapping[Node, int]) -> tuple[Node, ...]:
+    """The nodes from `before` (left out) to `after`, in order, without the parameters they use."""
+    seen, todo = {after}, [after]
+    while todo:
+        for i in data_inputs(todo.pop()):
+            if i is not before and i not in seen and order[i] > order[before] and i.op != "get_attr":
+                seen.add(i)
+                todo.append(i)
+    return tuple(sorted(seen, key=order.__getitem__))
+
+
+def _readers(stream: Stream, order: Mapping[Node, int]) -> Iterable[Reader]:
+    """Everyone who reads a state, apart from the stream's own events."""
+    own: set[Node] = set().union(*(event_nodes(event) for event in stream.events))
+    segment = [stream.entry]
+    for event in stream.events:
+        if isinstance(event, Write):
+            region = branch_region(event.site, order, set(segment))
+            yield from _segment_readers(segment, own, region, event.site.index)
+            segment = []
+        segment.append(event.after)
+    yield from _segment_readers(segment, own, set(), None)
+
+
+def _segment_readers(states: list[Node], own: set[Node], region: set[Node], site: int | None) -> Iterable[Reader]:
+    for state in states:
+        for user in state.users:
+            if user in own:
+                continue
+            if op_name(user) in SHAPE_ONLY:
+                yield Reader(user, state, "shape")
+            elif user in region:
+                yield Reader(user, state, "branch", site)
+            else:
+                yield Reader(user, state, "tap")
+
+
+def event_nodes(event: Event) -> set[Node]:
+    """The nodes that are the event itself."""
+    if isinstance(event, (Write, Side)):
+        return sum_nodes(event)
+    return set(event.nodes) if isinstance(event, Transition) else {event.after}

@@ -1,0 +1,180 @@
+"""Which node is an add, a cast, a norm, a view: one vocabulary for every spelling.
+
+A graph may speak ATen overloads (torch.export), torch functions and operators (torch.fx), tensor methods, or all of them.
+`op_name` folds them into one name; the sets below group the names by what they do to a residual stream. Names of
+operations only: never of modules or classes.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+_RENAMED = {
+    "iadd": "add", "radd": "add", "isub": "sub", "subtract": "sub", "imul": "mul", "rmul": "mul", "multiply": "mul",
+    "truediv": "div", "itruediv": "div", "true_divide": "div", "divide": "div", "rsub": "rsub", "concat": "cat",
+    "concatenate": "cat", "negative": "neg", "t": "transpose", "swapaxes": "transpose", "swapdims": "transpose",
+    "moveaxis": "movedim", "matmul": "matmul", "imatmul": "matmul", "pow": "pow", "ipow": "pow",
+    "nn_dropout": "dropout", "scaled_dot_product_attention": "attention",
+}  # fmt: skip
+
+# Copies and casts of the same numbers. Dropout is here because on the skip it is the identity in expectation and in eval.
+CAST = frozenset(
+    "to _to_copy type type_as float half bfloat16 double contiguous clone detach alias lift_fresh lift_fresh_copy "
+    "positive convert_element_type dropout native_dropout feature_dropout alpha_dropout feature_alpha_dropout "
+    "_autocast_to_full_precision _autocast_to_reduced_precision requires_grad".split()
+)
+LAYOUT = frozenset(
+    "view reshape _unsafe_view view_as reshape_as permute transpose movedim flatten unflatten squeeze unsqueeze "
+    "_reshape_copy _reshape_alias view_copy _add_batch_dim _remove_batch_dim".split()
+)
+EXPAND = frozenset("expand expand_as broadcast_to".split())
+IDENTITY = CAST | LAYOUT | EXPAND
+SLICE = frozenset("slice select narrow".split())
+SPLIT = frozenset("split split_with_sizes chunk unbind tensor_split unsafe_split unsafe_chunk".split())
+
+# Read sizes, dtype or device, never the numbers.
+SHAPE_ONLY = frozenset(
+    "sym_size size dim ndimension numel sym_numel sym_stride stride sym_storage_offset storage_offset getattr "
+    "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_full new_empty "
+    "new_empty_strided _assert_tensor_metadata is_floating_point shape dtype device".split()
+)
+
+# A weight that meets the state here maps it: matrix products, convolutions, recurrent cells.
+CONTRACTION = frozenset(
+    "linear matmul mm bmm mv dot addmm baddbmm addbmm addmv addr einsum inner outer tensordot bilinear chain_matmul "
+    "conv1d conv2d conv3d convolution _convolution conv_transpose1d conv_transpose2d conv_transpose3d "
+    "conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell "
+    "attention multi_head_attention_forward _native_multi_head_attention _transformer_encoder_layer_fwd "
+    "_scaled_mm _grouped_mm grouped_mm scaled_mm scaled_grouped_mm deform_conv2d".split()
+)
+
+# A norm or an activation: on the stream itself these make a transition N_l.
+NORM = frozenset(
+    "layer_norm native_layer_norm batch_norm native_batch_norm _native_batch_norm_legit _batch_norm_with_update "
+    "_batch_norm_no_update cudnn_batch_norm group_norm native_group_norm rms_norm _fused_rms_norm instance_norm "
+    "local_response_norm normalize".split()
+)
+ACTIVATION = frozenset(
+    "relu relu6 leaky_relu gelu silu sigmoid tanh elu celu selu softplus softsign hardtanh hardswish hardsigmoid mish "
+    "logsigmoid log_sigmoid threshold prelu rrelu hardshrink softshrink tanhshrink clamp clamp_min clamp_max square "
+    "erf sin cos exp".split()
+)
+# What a norm written by hand is made of.
+_NORM_PARTS = frozenset(
+    "add sub rsub mul div neg pow square sqrt rsqrt reciprocal abs exp mean sum var std var_mean std_mean norm "
+    "linalg_vector_norm vector_norm amax amin max min maximum minimum where clamp clamp_min getitem".split()
+)
+POINTWISE = NORM | ACTIVATION | _NORM_PARTS | CAST | EXPAND | LAYOUT
+
+ADD = frozenset({"add", "sub", "rsub"})
+MUL = frozenset({"mul", "div"})
+FUSED_ADD = frozenset({"addcmul", "addmm", "baddbmm"})
+
+
+@functools.lru_cache(maxsize=None)
+def _function_name(target: Callable[..., Any]) -> str:
+    schema = getattr(target, "_schema", None)
+    if schema is not None:
+        return str(schema.name).rsplit("::", 1)[-1]
+    return str(getattr(target, "__name__", target))
+
+
+@functools.lru_cache(maxsize=None)
+def _canonical(name: str) -> str:
+    if name.startswith("__") and name.endswith("__"):
+        name = name[2:-2]
+    elif name.endswith("_") and len(name) > 1:
+        name = name[:-1]
+    return _RENAMED.get(name, name)
+
+
+def op_name(node: Node) -> str:
+    """The canonical name of what `node` computes: "add" for `aten.add_.Tensor`, `operator.iadd` and `x.add_(y)`."""
+    if node.op == "call_function":
+        return _canonical(_function_name(node.target))
+    if node.op == "call_method":
+        return _canonical(str(node.target))
+    return node.op
+
+
+def is_custom(node: Node) -> bool:
+    """True for an operator outside ATen: a registered custom op or a higher-order operator."""
+    target = node.target
+    if node.op != "call_function":
+        return False
+    if isinstance(target, torch._ops.OpOverload):
+        return not target._schema.name.startswith("aten::")
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def data_inputs(node: Node) -> Iterator[Node]:
+    """The inputs whose numbers `node` reads: none for shape-only operations, no index or size arguments of `getattr`."""
+    if op_name(node) in SHAPE_ONLY:
+        return iter(())
+    return iter(node.all_input_nodes)
+
+
+def value(node: Node) -> Any:
+    """The example value (a FakeTensor, a tuple of them, a SymInt) that capture left in the node, or None."""
+    meta = node.meta
+    return meta.get("val", meta.get("example_value"))
+
+
+def shape_of(node: Node) -> tuple[Any, ...] | None:
+    val = value(node)
+    return tuple(val.shape) if isinstance(val, torch.Tensor) else None
+
+
+def is_floating(node: Node) -> bool:
+    val = value(node)
+    if not isinstance(val, torch.Tensor):
+        return True  # unknown: a tuple, or a graph without example values
+    return val.is_floating_point() or val.is_complex()
+
+
+def same_shape(left: Node, right: Node) -> bool:
+    """True where both example shapes are known and equal, symbol by symbol."""
+    a, b = shape_of(left), shape_of(right)
+    return a is not None and b is not None and len(a) == len(b) and all(_same_size(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _same_size(a: Any, b: Any) -> bool:
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return str(a) == str(b)  # symbols: compared as expressions, so that no guard is added
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_TORCH = torch.__path__[0]
+
+
+def source_of(node: Node) -> str:
+    """`file:line` of the innermost frame outside the torch package, "" where the graph carries no trace."""
+    trace = node.meta.get("stack_trace") or node.stack_trace or ""
+    for file, line in reversed(_FRAME.findall(trace)):
+        if not file.startswith((_TORCH, "<")):  # "<eval_with_key>" is generated code
+            return f"{file}:{line}"
+    return ""
+
+
+def module_stack(node: Node) -> list[str]:
+    """Module paths from the root's child down to the innermost module that made `node` (`""`, the root, left out)."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [path for path, _ in (_entry(entry) for entry in stack.values()) if path]
+
+
+def _entry(entry: Any) -> tuple[str, Any]:
+    path, kind = entry
+    return str(path).split("@")[0], kind
+
+
+def module_path(node: Node) -> str:
+    """The innermost module that made `node`, "" for the root."""
+    stack = module_stack(node)
+    return stack[-1] if stack else ""

@@ -1,0 +1,152 @@
+"""Dataflow facts, computed in one pass in topological order.
+
+For each node: is it made of parameters and constants only (`static`), does a Parameter reach it (`parametric`), and which
+carriers (values that some sum adds as a term) it is computed from. Sets of carriers are bits of Python integers, so that the
+whole pass stays linear: 50,000 nodes take a second, where one ancestor query per site would take minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import reduce
+from operator import or_
+
+from torch.fx import Graph, Node
+
+from resfx.patterns import dialect
+from resfx.patterns.dialect import CONTRACTION, IDENTITY, SHAPE_ONLY, data_inputs, op_name
+from resfx.patterns.streams import Term
+from resfx.patterns.sums import adds_nothing
+
+
+def identity_operand(node: Node) -> Node | None:
+    """The operand that `node` merely casts, copies, views or expands; None where it computes something."""
+    same = adds_nothing(node)
+    if same is not None:
+        return same
+    name = op_name(node)
+    if name in IDENTITY or (name == "slice" and _whole_slice(node)) or (name == "getitem" and _of_dropout(node)):
+        operand = node.args[0] if node.args else node.kwargs.get("input")
+        return operand if isinstance(operand, Node) else None
+    return None
+
+
+def _whole_slice(node: Node) -> bool:
+    start, end, step = (list(node.args[2:]) + [None] * 3)[:3]
+    return start in (None, 0) and (end is None or (isinstance(end, int) and end >= 2**62)) and step in (None, 1)
+
+
+def _of_dropout(node: Node) -> bool:
+    return isinstance(node.args[0], Node) and op_name(node.args[0]) == "native_dropout" and node.args[1] == 0
+
+
+class Facts:
+    """What each node of one graph depends on.
+
+    Made in two steps: the constructor tells constants from data; carriers are then named with `bit`; then `visit` is called on
+    the nodes in graph order, so that a search can mark the states of streams (`mask_foreign`) on the way.
+    """
+
+    def __init__(self, graph: Graph, is_parameter: Callable[[Node], bool], unweighted: bool = False) -> None:
+        self.is_parameter = is_parameter
+        self._unweighted = unweighted
+        self._bits: dict[Node, int] = {}
+        self.order: dict[Node, int] = {}
+        self.static: set[Node] = set()
+        self.parametric: set[Node] = set()
+        self._depends: dict[Node, int] = {}
+        self._direct: dict[Node, int] = {}  # as above, but not through the states of foreign streams
+        self._learned: dict[Node, int] = {}
+        self._learned_direct: dict[Node, int] = {}
+        self._masks: dict[Node, int] = {}
+        for node in graph.nodes:
+            self.order[node] = len(self.order)
+            self._visit_origin(node, list(data_inputs(node)))
+
+    def bit(self, carrier: Node) -> int:
+        """The bit of a carrier; it must be asked for before the carrier is visited."""
+        return self._bits.setdefault(carrier, 1 << len(self._bits))
+
+    def visit(self, node: Node) -> None:
+        inputs = list(data_inputs(node))
+        own = self._bits.get(node, 0)
+        if not dialect.is_floating(node):
+            inputs = []  # indices, masks and sizes carry no state
+        self._depends[node] = own | self._union(self._depends, inputs)
+        self._direct[node] = own | self._union(self._direct, inputs)
+        self._learned[node] = self._union(self._learned, inputs) | self._mapped(node, inputs, self._depends)
+        self._learned_direct[node] = self._union(self._learned_direct, inputs) | self._mapped(node, inputs, self._direct)
+        if node in self._masks:
+            self._apply_mask(node)
+
+    def _visit_origin(self, node: Node, inputs: list[Node]) -> None:
+        if node.op == "get_attr" or node.op == "placeholder":
+            if self.is_parameter(node):
+                self.parametric.add(node)
+                self.static.add(node)
+            elif node.op == "get_attr":
+                self.static.add(node)
+            return
+        if any(i in self.parametric for i in inputs):
+            self.parametric.add(node)
+        if node.op != "output" and all(i in self.static for i in inputs) and op_name(node) not in SHAPE_ONLY:
+            self.static.add(node)
+        elif op_name(node) in SHAPE_ONLY:
+            self.static.add(node)  # zeros_like(x) is a constant, whatever x holds
+
+    def _mapped(self, node: Node, inputs: Iterable[Node], depends: dict[Node, int]) -> int:
+        """Carriers that meet a weight in `node`: a product in which the other operand comes from a Parameter."""
+        if self._unweighted:
+            return self._union(depends, inputs)
+        if not self._is_contraction(node):
+            return 0
+        return self._product(list(inputs), depends)
+
+    def _product(self, operands: list[Node], depends: dict[Node, int]) -> int:
+        found = 0
+        for weight in operands:
+            if weight in self.parametric:
+                others = self._union(depends, (o for o in operands if o is not weight))
+                found |= others & ~depends[weight]
+        return found
+
+    def _is_contraction(self, node: Node) -> bool:
+        if op_name(node) in CONTRACTION:
+            return True
+        if not dialect.is_custom(node):
+            return False
+        return any(i in self.parametric and i in self.static and self._is_matrix(i) for i in node.all_input_nodes)
+
+    @staticmethod
+    def _is_matrix(node: Node) -> bool:
+        shape = dialect.shape_of(node)
+        return shape is None or sum(size != 1 for size in shape) >= 2
+
+    @staticmethod
+    def _union(table: dict[Node, int], nodes: Iterable[Node]) -> int:
+        return reduce(or_, (table.get(n, 0) for n in nodes), 0)
+
+    def depends(self, node: Node, carrier: Node) -> bool:
+        return bool(self._depends.get(node, 0) & self._bits.get(carrier, 0))
+
+    def term_depends(self, term: Term, carrier: Node) -> bool:
+        return any(self.depends(o, carrier) for o in term.operands)
+
+    def learned(self, term: Term, carrier: Node, direct: bool = True) -> bool:
+        """Is the term computed from `carrier` through a weight; `direct`: on a path that no foreign stream's state cuts?"""
+        table, depends = (self._learned_direct, self._direct) if direct else (self._learned, self._depends)
+        bits = self._union(table, term.operands)
+        if term.op in ("mm", "bmm") or self._unweighted:
+            operands = list(term.operands)
+            bits |= self._union(depends, operands) if self._unweighted else self._product(operands, depends)
+        return bool(bits & self._bits.get(carrier, 0))
+
+    def mask_foreign(self, state: Node, entry: Node, own: Iterable[Node]) -> None:
+        """What `state` was computed from counts as direct, from here on, only where it reached its stream's entry or own states."""
+        self._masks[state] = self._direct.get(entry, 0) | self._union(self._bits, own) | self._bits.get(state, 0)
+        if state in self._direct:
+            self._apply_mask(state)
+
+    def _apply_mask(self, state: Node) -> None:
+        self._direct[state] &= self._masks[state]
+        self._learned_direct[state] &= self._masks[state]

@@ -1,0 +1,121 @@
+"""The sums of a graph and how their terms can be read as the state of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from resfx.patterns import dialect
+from resfx.patterns.chain import Chain
+from resfx.patterns.dialect import SHAPE_ONLY, SLICE, op_name
+from resfx.patterns.facts import Facts, identity_operand
+from resfx.patterns.slices import slice_base
+from resfx.patterns.streams import Term
+from resfx.patterns.sums import flatten, terms_of
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to read a term as the state: `carrier` is the value behind casts, views and scales (and, for a slice, behind those)."""
+
+    term: Term
+    carrier: Node
+    region: tuple[Node, ...] = ()  # slice nodes from the whole state to the term, outermost first
+    scaled: bool = False
+    factors: tuple[Node, ...] = ()  # scale factors that vary: they must not depend on the state
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A reading under which the sum `node` is a site. `source`: the value that the branches are computed from."""
+
+    node: Node
+    result: Node
+    reading: Reading
+    others: tuple[Term, ...]
+    branches: tuple[Term, ...]
+    source: Node
+    direct: bool = True
+
+    @property
+    def start(self) -> Node:
+        """Where the chain of states goes on backwards from: the skip operand, or the whole state that it is a slice of."""
+        region = self.reading.region
+        base = slice_base(region[0]) if region else None
+        return base if base is not None else self.reading.term.operands[0]
+
+
+def data_users(node: Node) -> int:
+    """How many users read the numbers of `node`."""
+    return sum(op_name(user) not in SHAPE_ONLY for user in node.users)
+
+
+class Sums:
+    """All sums of one graph: `direct` terms as written, `flat` terms with inner sums resolved, readings of every term."""
+
+    def __init__(self, graph: Graph, facts: Facts, chain: Chain) -> None:
+        self._facts = facts
+        self._chain = chain
+        self._readings: dict[Term, list[Reading]] = {}
+        self.direct: dict[Node, list[Term]] = {}
+        self.flat: dict[Node, list[Term]] = {}
+        self.uses: dict[Node, int] = {}  # carrier -> sums that add it to something learned
+        for node in graph.nodes:
+            terms = terms_of(node)
+            if terms is not None and node not in facts.static:
+                self.direct[node] = terms
+        for terms in self.direct.values():
+            self._name_carriers(terms)
+
+    def _name_carriers(self, terms: list[Term]) -> None:
+        for term in terms:
+            learned_others = any(o in self._facts.parametric for t in terms if t is not term for o in t.operands)
+            for reading in self.readings(term):
+                self._facts.bit(reading.carrier)
+                self.uses[reading.carrier] = self.uses.get(reading.carrier, 0) + learned_others
+
+    def readings(self, term: Term) -> list[Reading]:
+        """The nearest first: a value that the branch reads directly is preferred to what it was made of."""
+        if term not in self._readings:
+            self._readings[term] = list(self._read(term))
+        return self._readings[term]
+
+    def _read(self, term: Term) -> Iterator[Reading]:
+        if term.op == "value":
+            yield from self._follow(term, term.operands[0], (), term.scale != 1, ())
+
+    def _follow(
+        self, term: Term, node: Node, region: tuple[Node, ...], scaled: bool, factors: tuple[Node, ...]
+    ) -> Iterator[Reading]:
+        """All readings of the value behind `node`: through identities and scales, and through slices of a larger state."""
+        is_sum = node in self.direct
+        operand = None if is_sum else identity_operand(node)
+        if operand is not None:
+            yield from self._follow(term, operand, region, scaled, factors)
+            return
+        yield Reading(term, node, region, scaled, factors)
+        if is_sum:
+            return
+        for operand, factor, _ in self._chain.scaled_operands(node):
+            if not isinstance(factor, Node) or dialect.same_shape(operand, node):
+                more = (factor,) if isinstance(factor, Node) and factor not in self._facts.static else ()
+                yield from self._follow(term, operand, region, True, factors + more)
+        base = slice_base(node) if op_name(node) in SLICE else None
+        if base is not None:
+            yield from self._follow(term, base, (node, *region), scaled, factors)
+
+    def flatten(self, node: Node, across_modules: bool) -> list[Term]:
+        """The terms of `node`; an operand that is a sum nobody else reads, and no site, gives its own terms.
+
+        A sum made in another module is first taken as one value: routed and shared experts are one branch.
+        """
+        inner = {}
+        for term in self.direct[node]:
+            operand = term.operands[0]
+            if operand not in self.flat or operand in self._chain.results or data_users(operand) != 1:
+                continue
+            if across_modules or dialect.module_path(operand) == dialect.module_path(node):
+                inner[operand] = self.flat[operand]
+        return flatten(self.direct[node], inner)

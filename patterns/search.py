@@ -1,0 +1,228 @@
+"""The search: which sums of a graph are residual updates `x + f(x)`, and how they chain into streams.
+
+A sum is a site where one term carries the running state and another is computed from that state through a learned weight.
+Sums are taken in graph order, once. What is no site though it looks like one is kept, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.fx import Graph, GraphModule, Node
+
+from resfx.patterns import dialect
+from resfx.patterns.chain import Chain
+from resfx.patterns.dialect import op_name
+from resfx.patterns.facts import Facts
+from resfx.patterns.readings import Candidate, Reading, Sums, data_users
+from resfx.patterns.rejected import Rejected
+from resfx.patterns.slices import rebuilt_whole, same_source, strip
+from resfx.patterns.streams import Kind, Site, Term
+from resfx.patterns.threads import Thread, Threads
+
+
+@dataclass
+class Found:
+    """What the search found in one graph. `sums`: every sum of two or more varying terms, with its verdict."""
+
+    threads: list[Thread]
+    facts: Facts
+    chain: Chain
+    sums: dict[Node, Site | Rejected]
+
+    @property
+    def rejected(self) -> list[Rejected]:
+        return [verdict for verdict in self.sums.values() if isinstance(verdict, Rejected)]
+
+
+class Search:
+    """One search over one graph."""
+
+    def __init__(self, graph: Graph, is_parameter: Callable[[Node], bool], unweighted: bool = False) -> None:
+        self._graph = graph
+        self._unweighted = unweighted
+        self._facts = Facts(graph, is_parameter, unweighted)
+        self._chain = Chain(graph, self._facts)
+        self._sums = Sums(graph, self._facts, self._chain)
+        self._threads = Threads(self._facts, self._chain, self._sums)
+        self._verdicts: dict[Node, Site | Rejected] = {}
+        self._loose: set[Node] = set()  # sums in which no term is computed from another one
+
+    def run(self) -> Found:
+        for node in self._graph.nodes:
+            self._facts.visit(node)
+            if node in self._sums.direct:
+                self._judge(node)
+            elif op_name(node) == "cond":
+                self._enter_cond(node)
+        return Found(self._threads.found, self._facts, self._chain, self._verdicts)
+
+    # -- the verdict on one sum
+
+    def _judge(self, node: Node) -> None:
+        if self._merge(node):
+            return
+        near = self._sums.flatten(node, across_modules=False)
+        self._sums.flat[node] = terms = self._sums.flatten(node, across_modules=True)
+        verdict = self._find_site(node, near)
+        if not isinstance(verdict, Candidate) and len(terms) != len(near):
+            verdict = self._find_site(node, terms)
+        if isinstance(verdict, Candidate):
+            self._accept(verdict)
+            return
+        if verdict is not None:
+            self._verdicts[node] = verdict
+            if verdict.stage == "structure":
+                self._loose.add(node)
+        self._chain.step(node)  # asked for in graph order, so that a long chain of adds never recurses
+
+    def _merge(self, node: Node) -> bool:
+        """`(x + a(x)) + b(x)`: branches that read the same state are one site, completed by the outer add."""
+        for term in self._sums.direct[node]:
+            site = self._chain.results.get(term.operands[0]) if term.op == "value" else None
+            if site is None or site.result is not site.node or term.scale != 1 or data_users(site.result) != 1:
+                continue
+            others = tuple(t for t in self._sums.flatten(node, across_modules=False) if t is not term)
+            more = tuple(t for t in others if self._facts.learned(t, self._threads.carrier[site]))
+            if more:
+                del self._verdicts[site.node]
+                self._threads.grow(site, node, others, more)
+                self._verdicts[node] = site
+                return True
+        return False
+
+    def _find_site(self, node: Node, terms: list[Term]) -> Candidate | Rejected | None:
+        varying = [t for t in terms if any(o not in self._facts.static for o in t.operands)]
+        misses: list[Rejected] = []
+        found: list[Candidate] = []
+        for term in terms if varying else ():
+            others = tuple(t for t in terms if t is not term)
+            for reading in self._sums.readings(term):
+                outcome = self._try(node, reading, others)
+                if isinstance(outcome, Candidate):
+                    found.append(outcome)
+                    break
+                if outcome is not None:
+                    misses.append(outcome)
+        if found:
+            return max(found, key=self._preference)
+        if len(varying) < 2:
+            return None
+        return misses[0] if misses else Rejected(node, "structure", "no term of the sum is computed from another one")
+
+    def _preference(self, candidate: Candidate) -> tuple[bool, bool, int]:
+        """A direct reading before one through a foreign stream, one that continues a stream, then the earliest state."""
+        continues = self._chain.origin(candidate.start) is not None
+        return candidate.direct, continues, -self._facts.order[candidate.source]
+
+    def _try(self, node: Node, reading: Reading, others: tuple[Term, ...]) -> Candidate | Rejected | None:
+        """Is the sum an update of the state that `reading` names? None: no term has to do with that state at all."""
+        facts, carrier = self._facts, reading.carrier
+        related = [t for t in others if facts.term_depends(t, carrier)]
+        if not related:
+            return None
+        direct = [t for t in related if facts.learned(t, carrier)]
+        branches = direct or [t for t in related if facts.learned(t, carrier, direct=False)]
+        if not branches:
+            return Rejected(node, "learned", "what is added to {} meets no weight on its way from there", (carrier,))
+        miss = self._miss(node, reading, branches, bool(direct))
+        if miss is not None:
+            return miss
+        result = rebuilt_whole(node, reading.region) if reading.region else node
+        if result is None:
+            return Rejected(node, "structure", "a part of {} is added to, and not put back into it", (carrier,))
+        return Candidate(node, result, reading, others, tuple(branches), carrier, bool(direct))
+
+    def _miss(self, node: Node, reading: Reading, branches: list[Term], direct: bool) -> Rejected | None:
+        """What forbids to call the sum a site although a branch is computed from the state."""
+        facts, carrier = self._facts, reading.carrier
+        if any(facts.depends(f, carrier) or f in facts.parametric for f in reading.factors):
+            return Rejected(node, "structure", "a gated mix: {} is weighted by a value computed from the input", (carrier,))
+        if not direct and self._sums.uses[carrier] > 1:
+            return Rejected(node, "order", "{} is added again and again: a bias of another stream's branch", (carrier,))
+        state = next((t for t in branches if self._is_running_state(t, carrier)), None)
+        if state is not None:
+            return Rejected(node, "order", "{} is itself a running state: {} is injected into it", (state.operands[0], carrier))
+        skip = reading.term.operands[0]
+        if not dialect.same_shape(skip, node):
+            return Rejected(node, "shape", "the sum has another shape than its term {}", (skip,))
+        return None
+
+    def _is_running_state(self, term: Term, carrier: Node) -> bool:
+        """Does the term carry a stream's state that already holds the carrier, or that lives on beside this sum?"""
+        if term.op != "value":
+            return False
+        site = self._chain.origin(term.operands[0])
+        if site is None:
+            return False
+        thread = self._threads.of(site)
+        if carrier in thread.states or carrier in thread.prefix:
+            return True
+        path = [term.operands[0], *(event.before for event in self._chain.walk(term.operands[0]))]
+        return any(data_users(state) > 1 for state in path)
+
+    # -- taking a site in
+
+    def _accept(self, candidate: Candidate) -> None:
+        reading = candidate.reading
+        kind: Kind = "slice" if reading.region else "scaled" if reading.scaled else "plain"
+        site = self._threads.make_site(candidate, kind)
+        self._verdicts[candidate.node] = site
+        region = self._threads.branch_region(site)
+        self._pair_coupling(site, region)
+        self._threads.append(site, candidate.start, region)
+        before = self._threads.of(site).sites[-2:-1]
+        if not candidate.direct and before and before[0].kind == "coupling":
+            site.kind = "coupling"
+
+    def _pair_coupling(self, site: Site, region: set[Node]) -> None:
+        """Reversible coupling `y1 = x1 + F(x2); y2 = x2 + G(y1)`: the first sum reads only the other half, and is a site all the same."""
+        for node in sorted(self._loose & region, key=self._facts.order.__getitem__):
+            first = self._first_of_coupling(node, site)
+            if first is not None:
+                site.kind = "coupling"
+                self._verdicts[node] = made = self._threads.make_site(first, "coupling")
+                self._threads.append(made, first.start, self._threads.branch_region(made))
+
+    def _first_of_coupling(self, node: Node, second: Site) -> Candidate | None:
+        carrier = self._threads.carrier[second]
+        terms = self._sums.flat[node]
+        for term in terms:
+            others = tuple(t for t in terms if t is not term)
+            branches = tuple(t for t in others if self._facts.learned(t, carrier))
+            if branches and term.op == "value" and same_source(term.operands[0], second.skip):
+                return Candidate(node, node, Reading(term, term.operands[0]), others, branches, carrier)
+        return None
+
+    # -- control flow
+
+    def _enter_cond(self, node: Node) -> None:
+        """Sites inside torch.cond: found, counted in the stream that passes through, never rewritten."""
+        module = self._graph.owning_module
+        _, *branches, operands = node.args
+        for branch in branches:
+            sub = getattr(module, str(branch.target), None) if isinstance(branch, Node) else None
+            if not isinstance(sub, GraphModule) or not isinstance(operands, (tuple, list)):
+                continue
+            inputs = dict(zip((n for n in sub.graph.nodes if n.op == "placeholder"), operands, strict=False))
+            found = Search(sub.graph, _is_learned_operand(inputs, self._facts), self._unweighted).run()
+            self._verdicts.update(found.sums)
+            for thread in found.threads:
+                self._take_in(node, thread, found, sub.graph, inputs)
+
+    def _take_in(self, node: Node, thread: Thread, found: Found, graph: Graph, inputs: dict[Node, object]) -> None:
+        for site in thread.sites:
+            site.refused = "it lies inside a torch.cond branch"
+        outer = inputs.get(strip(thread.entry)) if thread.entry is not None else None
+        outputs = enumerate(graph.output_node().all_input_nodes)
+        position = next((i for i, value in outputs if found.chain.origin(value) is thread.sites[-1]), None)
+        user = next((u for u in node.users if op_name(u) == "getitem" and u.args[1] == position), None)
+        if isinstance(outer, Node) and user is not None:
+            self._chain.controlled[user] = (outer, tuple(thread.sites))
+        else:
+            self._threads.adopt(thread)
+
+
+def _is_learned_operand(inputs: dict[Node, object], facts: Facts) -> Callable[[Node], bool]:
+    return lambda node: (outer := inputs.get(node)) in facts.parametric and outer in facts.static

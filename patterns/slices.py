@@ -1,0 +1,88 @@
+"""Updates of a part of the state: `x[:, :1] += f(x)` and `cat([x[:, :1], x[:, 1:] + f(x)])`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.fx import Node
+
+from resfx.patterns.dialect import SLICE, SPLIT, op_name
+from resfx.patterns.facts import identity_operand
+
+
+def slice_base(node: Node) -> Node | None:
+    """What a slice, select, narrow or one piece of a split was taken from."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node):
+        return None
+    if op_name(node) in SLICE:
+        return source
+    if op_name(node) == "getitem" and op_name(source) in SPLIT and isinstance(source.args[0], Node):
+        return source.args[0]
+    return None
+
+
+def same_source(left: Node, right: Node) -> bool:
+    """Are these two different parts of one value?"""
+    a, b = slice_base(strip(left)), slice_base(strip(right))
+    return a is not None and b is not None and strip(a) is strip(b) and left is not right
+
+
+def strip(node: Node) -> Node:
+    """`node` without casts, copies and views."""
+    operand = identity_operand(node)
+    while operand is not None:
+        node, operand = operand, identity_operand(operand)
+    return node
+
+
+def rebuilt_whole(add: Node, region: tuple[Node, ...]) -> Node | None:
+    """The value that holds the whole state again after its part `region` became `add`; None where nothing puts it back."""
+    current: Node | None = add
+    for part in reversed(region):
+        if current is None:
+            return None
+        current = next((whole for user in current.users if (whole := _put_back(user, part, current))), None)
+    return current
+
+
+def _put_back(user: Node, part: Node, updated: Node) -> Node | None:
+    if identity_operand(user) is updated:
+        return next((whole for u in user.users if (whole := _put_back(u, part, user))), None)
+    name = op_name(user)
+    if name in ("slice_scatter", "select_scatter"):
+        return user if _scatters(user, part, updated) else None
+    if name == "cat":
+        return user if _concatenates(user, part, updated) else None
+    return None
+
+
+def _scatters(user: Node, part: Node, updated: Node) -> bool:
+    base = slice_base(part)
+    if base is None or len(user.args) < 2 or user.args[1] is not updated or not isinstance(user.args[0], Node):
+        return False
+    return strip(user.args[0]) is strip(base) and _where(user.args[2:]) == _where(part.args[1:])
+
+
+def _where(args: tuple[object, ...]) -> tuple[object, ...]:
+    """(dim, start, end, step) with the defaults filled in, or (dim, index) of a select."""
+    given = dict(enumerate(args))
+    return tuple(given.get(i, default) for i, default in enumerate((0, None, None, 1)))
+
+
+def _concatenates(user: Node, part: Node, updated: Node) -> bool:
+    """Another piece of the `cat` is a part of the same state; pieces that are new only make the state larger."""
+    base = slice_base(part)
+    pieces = list(_pieces(user))
+    if base is None or pieces.count(updated) != 1:
+        return False
+    return any((source := slice_base(strip(p))) is not None and strip(source) is strip(base) for p in pieces if p is not updated)
+
+
+def _pieces(cat: Node) -> Iterator[Node]:
+    listed = cat.args[0] if cat.args else ()
+    for piece in listed if isinstance(listed, (list, tuple)) else ():
+        if isinstance(piece, Node) and op_name(piece) == "cat":
+            yield from _pieces(piece)
+        elif isinstance(piece, Node):
+            yield piece

@@ -1,0 +1,164 @@
+"""Sums as lists of terms: however an add is spelled or bracketed.
+
+`terms_of(node)` reads one operation; `Sums` flattens trees of adds whose inner results nobody else reads.
+Understood: add, sub, `alpha=`, python's `sum`, stack or cat-free stack + sum or mean, einsum with ones, addcmul, addmm, baddbmm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from resfx.patterns import dialect
+from resfx.patterns.dialect import op_name
+from resfx.patterns.streams import Term
+
+
+def terms_of(node: Node) -> list[Term] | None:
+    """The terms that `node` adds up, or None where it is no sum of at least two tensors."""
+    reader = _READERS.get(op_name(node)) if node.op in ("call_function", "call_method") else None
+    if reader is None:
+        return None
+    terms = reader(node)
+    if terms is None or len(terms) < 2:
+        return None
+    return terms if _is_tensor(node) else None
+
+
+def adds_nothing(node: Node) -> Node | None:
+    """The operand of `x + 0` (python's `sum` starts so), `x * 1` or `x / 1`."""
+    name = op_name(node)
+    if name not in ("add", "sub", "mul", "div") or len(node.args) < 2:
+        return None
+    neutral = 0 if name in ("add", "sub") else 1
+    left, right = node.args[0], node.args[1]
+    if isinstance(left, Node) and _is_number(right) and right == neutral:
+        return left
+    if name in ("add", "mul") and isinstance(right, Node) and _is_number(left) and left == neutral:
+        return right
+    return None
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def _is_tensor(node: Node) -> bool:
+    val = dialect.value(node)
+    return val is None or (isinstance(val, torch.Tensor) and dialect.is_floating(node))
+
+
+def _argument(node: Node, index: int, name: str, default: Any = None) -> Any:
+    if name in node.kwargs:
+        return node.kwargs[name]
+    return node.args[index] if len(node.args) > index else default
+
+
+def _scaled(scale: float | Node, factor: float) -> float | Node | None:
+    """`scale * factor` where that needs no new node."""
+    if isinstance(scale, Node):
+        return scale if factor == 1 else None
+    return scale * factor
+
+
+def _add(node: Node) -> list[Term] | None:
+    left, right = _argument(node, 0, "input"), _argument(node, 1, "other")
+    if not isinstance(left, Node) or not isinstance(right, Node):
+        return None
+    alpha = _argument(node, 2, "alpha", 1)
+    name = op_name(node)
+    if name == "rsub":
+        left, right = right, left  # other - alpha * input
+    scale = _scaled(alpha, 1 if name == "add" else -1)
+    if scale is None:
+        return None
+    return [Term("value", (left,)), Term("value", (right,), scale)]
+
+
+def _reduced_stack(node: Node) -> list[Term] | None:
+    """`stack([a, b], k).sum(k)` and `.mean(k)`; python's builtin sum arrives as adds."""
+    stacked, dims = _argument(node, 0, "input"), _argument(node, 1, "dim")
+    if not isinstance(stacked, Node) or op_name(stacked) != "stack" or _argument(node, 2, "keepdim", False):
+        return None
+    dims = [dims] if isinstance(dims, int) else list(dims or ())
+    tensors = list(_argument(stacked, 0, "tensors"))
+    if len(dims) != 1 or not _same_axis(stacked, dims[0], _argument(stacked, 1, "dim", 0)):
+        return None
+    scale = 1.0 if op_name(node) == "sum" else 1.0 / len(tensors)
+    return [Term("value", (tensor,), scale) for tensor in tensors]
+
+
+def _same_axis(stacked: Node, a: int, b: int) -> bool:
+    shape = dialect.shape_of(stacked)
+    return a == b if shape is None else a % len(shape) == b % len(shape)
+
+
+def _einsum(node: Node) -> list[Term] | None:
+    """`einsum("n,n...->...", ones, stack([a, b]))`: a sum over the stacked axis with weights one."""
+    equation, operands = node.args[0], node.args[1:]
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
+        return None
+    left, out = equation.replace(" ", "").split("->")
+    subscripts = left.split(",")
+    for i, j in ((0, 1), (1, 0)):
+        weights, stacked, axes = operands[i], operands[j], subscripts[j]
+        if not (isinstance(weights, Node) and isinstance(stacked, Node) and op_name(stacked) == "stack"):
+            continue
+        if len(subscripts[i]) != 1 or out != axes.replace(subscripts[i], "", 1) or not _is_ones(weights):
+            continue
+        if axes.index(subscripts[i]) == _argument(stacked, 1, "dim", 0):
+            return [Term("value", (tensor,)) for tensor in _argument(stacked, 0, "tensors")]
+    return None
+
+
+def _is_ones(node: Node) -> bool:
+    name = op_name(node)
+    if name in ("ones", "new_ones", "ones_like"):
+        return True
+    return name in ("full", "new_full", "full_like") and 1 in node.args[1:] and 1 == node.args[-1]
+
+
+def _addcmul(node: Node) -> list[Term] | None:
+    state, a, b = node.args[:3]
+    scale = _argument(node, 3, "value", 1)
+    if not all(isinstance(x, Node) for x in (state, a, b)):
+        return None
+    return [Term("value", (state,)), Term("mul", (a, b), scale)]  # type: ignore[arg-type]
+
+
+def _addmm(node: Node) -> list[Term] | None:
+    state, a, b = node.args[:3]
+    beta, alpha = _argument(node, 3, "beta", 1), _argument(node, 4, "alpha", 1)
+    if not all(isinstance(x, Node) for x in (state, a, b)):
+        return None
+    product = "mm" if op_name(node) == "addmm" else "bmm"
+    return [Term("value", (state,), beta), Term(product, (a, b), alpha)]  # type: ignore[arg-type]
+
+
+_READERS = {
+    "add": _add, "sub": _add, "rsub": _add, "sum": _reduced_stack, "mean": _reduced_stack, "einsum": _einsum,
+    "addcmul": _addcmul, "addmm": _addmm, "baddbmm": _addmm,
+}  # fmt: skip
+
+
+def flatten(terms: list[Term], inner: dict[Node, list[Term]]) -> list[Term]:
+    """The terms with every operand in `inner` (a sum that only this one reads) replaced by its own terms."""
+    flat: list[Term] = []
+    for term in terms:
+        nested = inner.get(term.operands[0]) if term.op == "value" else None
+        rescaled = None if nested is None else _rescale(nested, term.scale)
+        flat.extend([term] if rescaled is None else rescaled)
+    return flat
+
+
+def _rescale(terms: list[Term], factor: float | Node) -> list[Term] | None:
+    if isinstance(factor, Node):
+        return None
+    scales = [_scaled(term.scale, factor) for term in terms]
+    if any(scale is None for scale in scales):
+        return None
+    return [Term(t.op, t.operands, s) for t, s in zip(terms, scales, strict=True) if s is not None]

@@ -1,0 +1,59 @@
+"""Does the captured graph compute what the model computes? Checked once, before anything is rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from resfx.captured import Captured
+from resfx.capture_errors import CaptureError
+from resfx.environment import training_mode
+
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+def verify_capture(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Run both in eval mode on the example inputs, with the same random numbers. Errors: CaptureError naming the first difference.
+
+    Models on the meta device hold no numbers and are not run.
+    """
+    if any(p.device.type == "meta" for p in chain(model.parameters(), model.buffers())):
+        return
+    expected = _leaves(model, args, kwargs)
+    actual = _leaves(captured.graph_module, args, kwargs)
+    compared = {path: value for path, value in expected.items() if path in actual}
+    for path, value in compared.items():
+        _compare(path, value, actual[path])
+    if not compared and expected:
+        raise CaptureError("the captured graph returns none of the model's output tensors")
+
+
+def _leaves(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    device = next((p.device for p in module.parameters() if p.device.type != "cpu"), None)
+    with training_mode(module, "eval"), torch.no_grad(), torch.random.fork_rng([device] if device else [], enabled=True):
+        torch.manual_seed(0)
+        output = module(*args, **kwargs)
+    leaves = pytree.tree_flatten_with_path(output)[0]
+    return {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def _compare(path: str, expected: torch.Tensor, actual: torch.Tensor) -> None:
+    where = f"output{path}"
+    if expected.shape != actual.shape or expected.dtype != actual.dtype:
+        raise CaptureError(
+            f"the captured graph's {where} is {actual.dtype} {tuple(actual.shape)}, the model's {expected.dtype} {tuple(expected.shape)}"
+        )
+    if torch.equal(expected, actual):
+        return
+    a, b = (t.detach().to(torch.complex128 if t.is_complex() else torch.float64).nan_to_num() for t in (expected, actual))
+    difference = float((a - b).norm() / a.norm().clamp_min(1e-12))
+    if difference > _TOLERANCE.get(expected.dtype, 1e-5):
+        raise CaptureError(
+            f"the captured graph's {where} differs from the model's by {difference:.1e} (relative norm) on the example inputs. "
+            "The model may depend on state outside its parameters, or on data; pass other example inputs or frontend='fx'."
+        )
