@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from resfx.passes.editor import Editor, value_of
 from resfx.passes.form import Form
 from resfx.passes.layouts import read_step
@@ -40,7 +42,7 @@ def _refused_axis(stream: Stream, form: Form) -> str | None:
     if stream.axis is None:
         return "its feature axis can't be told (no Linear, norm or convolution shows it)"
     size = value_of(stream.entry).shape[stream.axis]
-    if not isinstance(size, int):
+    if isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None:
         return f"its feature axis {stream.axis} has the open size {size}; parameters need a fixed one"
     return None
 

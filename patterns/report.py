@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch.fx import Node
 
@@ -142,7 +143,7 @@ def _where(node: Node) -> str:
 
 
 def _shape(shape: tuple[object, ...]) -> str:
-    return "[" + ", ".join(str(size) for size in shape) + "]"
+    return escape("[" + ", ".join(str(size) for size in shape) + "]")
 
 
 def _site_table(stream: Stream) -> Table:
