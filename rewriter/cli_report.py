@@ -25,6 +25,8 @@ WIDTH = 140  # of tables that go into a file or a pipe
 SLOW_STEP = 2.0  # seconds from which a finished step leaves a line
 
 _FREED = re.compile(r";  (\w+ = )+None$")  # fx frees values as it goes
+_INSIDE_TORCH = re.compile(r" *# .*File: [^ ]*/site-packages/torch/")  # where a module calls into torch says nothing
+_GETATTR = re.compile(r'getattr\(([\w.]+), "(\w+)"\)')
 _SOURCE = re.compile(r"^( *)# .*?File: (?:[^ ]*/)?([^ /]+:\d+) in \w+, code: (.*)$")
 
 
@@ -106,9 +108,22 @@ def rewritten_table(data: dict[str, Any]) -> Table:
 
 
 def graph_text(model: nn.Module) -> str:
-    """The code of a rewritten model (a GraphModule), one line a node, with the user's line above each group of them."""
-    lines = str(model.print_readable(print_output=False)).splitlines()  # type: ignore[operator]
-    return "\n".join(_SOURCE.sub(r"\1# \2: \3", _FREED.sub("", line)) for line in lines)
+    """The graph of a rewritten model: a line for each node, under the user's line that it comes from.
+
+    Module and parameter paths read as in the `state_dict`: `self.blocks.0.norm`.
+    """
+    text = str(model.print_readable(print_output=False))  # type: ignore[operator]
+    lines = []
+    for line in text.splitlines():
+        if not _INSIDE_TORCH.match(line):
+            lines.append(_dotted(_SOURCE.sub(r"\1# \2: \3", _FREED.sub("", line))))
+    return re.sub(r"\n\n+", "\n\n", "\n".join(lines))
+
+
+def _dotted(line: str) -> str:
+    while (shorter := _GETATTR.sub(r"\1.\2", line)) != line:
+        line = shorter
+    return line
 
 
 def diff(before: str, after: str) -> Text:

@@ -60,7 +60,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 class GPT(nn.Module):
