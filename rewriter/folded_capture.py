@@ -11,9 +11,11 @@ from torch import fx, nn
 from resfx.calling import CallCodeGen
 from resfx.capture_errors import CaptureError
 from resfx.captured import Captured, Mode
-from resfx.export_capture import Exported, export_flat
+from resfx.export_capture import export_flat
 from resfx.fold import fold
 from resfx.leaves import branch_owners, called_paths, leaf_paths
+from resfx.graphed import TRAIN_REFUSAL
+from resfx.modes import Difference, ModesDiffer, compare, equal_outputs, join_modes, leaf_test
 from resfx.module_calls import module_calls
 
 Hook = Callable[[Captured], None]
@@ -40,42 +42,97 @@ def capture_folded(
     `hook` sees the second capture's flat graph (with `calls`) before it is folded. Raises CaptureError.
     """
     opened = set(open_paths) | branch_owners(flat.graph)
-    exported, leaves = _export_leaves(model, args, kwargs, flat, opened)
-    captured = exported.captured
-    captured.calls = module_calls(exported.program, exported.unlifted, leaves)
+    captured, reason = _in_train_mode(model, args, kwargs, flat, opened)
+    if captured is not None:
+        hook(captured)
+        try:
+            return _both_modes(model, args, kwargs, flat, opened, captured)
+        except ModesDiffer as error:
+            reason = str(error)
+    captured = _export_in(model, args, kwargs, flat, opened, "eval")
     hook(captured)
-    mapping = fold(captured, exported.unlifted.functional)
+    mapping = fold(captured, captured.functional)
+    captured.notes.append(f"eval mode only: {reason}")
+    captured.graph_module.meta[TRAIN_REFUSAL] = reason
+    captured.graph_module.training = False
     _merge_guards(captured, flat)
     return Folded(captured, mapping)
 
 
-def _export_leaves(
+def _in_train_mode(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], flat: Captured, opened: set[str]
-) -> tuple[Exported, list[str]]:
+) -> tuple[Captured | None, str]:
+    """The capture in train mode, or None and why there is none."""
     try:
-        return _export_in(model, args, kwargs, flat, opened, "train")
+        captured = _export_in(model, args, kwargs, flat, opened, "train")
     except CaptureError as error:
-        exported, leaves = _export_in(model, args, kwargs, flat, opened, "eval")
-        reason = str(error).splitlines()[0]
-        exported.captured.notes.append(f"captured in eval mode only, train mode does not trace: {reason}")
-        return exported, leaves
+        return None, f"train mode does not trace ({str(error).splitlines()[0]})"
+    if captured.signature.out_spec != flat.signature.out_spec:
+        return None, "the model's outputs have another structure in train mode than in eval mode"
+    return captured, ""
+
+
+def _both_modes(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    flat: Captured,
+    opened: set[str],
+    captured: Captured,
+) -> Folded:
+    """Fold the train capture and let its glue follow `.training`. Raises ModesDiffer."""
+    difference, evaluation = _flat_difference(captured, flat), flat
+    mapping = fold(captured, captured.functional)
+    if difference is None:
+        evaluation = _export_in(model, args, kwargs, flat, opened, "eval")
+        fold(evaluation, evaluation.functional)
+        equal = equal_outputs(captured.calls, evaluation.calls)
+        difference = compare(captured.graph, evaluation.graph, lambda node: False, equal)
+    switched = join_modes(captured.graph_module, difference, evaluation.graph_module, model.training)
+    mapping = {old: switched.get(new, new) for old, new in mapping.items()} | switched
+    captured.graph_module.training = model.training
+    if switched:
+        captured.notes.append(f"{len(switched)} values of the glue differ between train and eval; they follow .training")
+    _merge_guards(captured, flat)
+    return Folded(captured, mapping)
+
+
+def _flat_difference(captured: Captured, flat: Captured) -> Difference | None:
+    """The differences of the glue by the flat graphs alone; None where that takes the folded eval graph.
+
+    That is so unless the leaves left the same trace in both modes and every difference is a constant (a dropout's flag).
+    """
+    in_leaf = leaf_test({(call.path, call.index) for call in captured.calls})
+    difference = compare(captured.graph, flat.graph, in_leaf)
+    unpaired = [node for node in captured.graph.nodes if node not in difference.to_eval and not in_leaf(node)]
+    twins = set(difference.to_eval.values())
+    eval_only = [node for node in flat.graph.nodes if node not in twins and not in_leaf(node)]
+    if any(in_leaf(a) or in_leaf(b) for a, b in difference.selections):
+        return None
+    if len(unpaired) != len(eval_only) or any(a.target != b.target for a, b in zip(unpaired, eval_only, strict=True)):
+        return None
+    sources = [source for node in (*unpaired, *eval_only) for source in node.all_input_nodes]
+    return None if any(in_leaf(source) for source in sources) and unpaired else difference
 
 
 def _export_in(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], flat: Captured, opened: set[str], mode: Mode
-) -> tuple[Exported, list[str]]:
+) -> Captured:
     """Export with the leaves' call signatures kept; a leaf whose signature can't be kept is opened."""
     called = called_paths(flat.graph)
     while True:
         leaves = leaf_paths(model, opened, called)
         try:
-            return export_flat(model, args, kwargs, None, mode, leaves, flat.attempt), leaves
+            exported = export_flat(model, args, kwargs, None, mode, leaves, flat.attempt)
         except CaptureError as error:
             culprit = _culprit(error, set(leaves))
             if culprit is None:
                 raise
             kind = type(model.get_submodule(culprit))
             opened |= {path for path in leaves if type(model.get_submodule(path)) is kind}
+            continue
+        exported.captured.calls = module_calls(exported.program, exported.unlifted, leaves)
+        return exported.captured
 
 
 def _culprit(error: BaseException, leaves: set[str]) -> str | None:

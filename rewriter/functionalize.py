@@ -319,8 +319,8 @@ def functional_twin(target: Any) -> Callable[..., Any] | None:
     twin = getattr(packet, wanted.split(".")[1], None) if packet is not None else None
     if not isinstance(twin, torch._ops.OpOverload):
         return None
-    ours = [argument.name for argument in target._schema.arguments]
-    theirs = [argument.name for argument in twin._schema.arguments]
+    ours = [str(argument.type) for argument in target._schema.arguments]
+    theirs = [str(argument.type) for argument in twin._schema.arguments]
     return twin if ours == theirs else None
 
 

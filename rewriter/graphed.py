@@ -9,11 +9,16 @@ from __future__ import annotations
 import copy
 import itertools
 import linecache
-from typing import Any
+from typing import Any, Self
 
 from torch import fx, nn
 
+from resfx.capture_errors import CaptureError
+
 _numbers = itertools.count()
+
+# Key of `GraphModule.meta`: why the graph holds in eval mode only.
+TRAIN_REFUSAL = "resfx_train_refusal"
 
 
 class GraphedModule(nn.Module):
@@ -23,6 +28,7 @@ class GraphedModule(nn.Module):
     """
 
     _graph: fx.Graph
+    _train_refusal: str | None
     code: str
 
     def __new__(cls, *args: Any, **kwargs: Any) -> GraphedModule:
@@ -40,11 +46,21 @@ class GraphedModule(nn.Module):
                 self.__dict__[key].update(value)
         self.training = module.training
         self.__dict__["_graph"] = module.graph
+        self.__dict__["_train_refusal"] = module.meta.get(TRAIN_REFUSAL)
         self.recompile()
 
     @property
     def graph(self) -> fx.Graph:
         return self._graph
+
+    def train(self, mode: bool = True) -> Self:
+        """As `nn.Module.train`; raises CaptureError where the model could be captured in eval mode only."""
+        if mode and self._train_refusal:
+            raise CaptureError(
+                f"this model was captured in eval mode only: {self._train_refusal}."
+                " Train it with `resfx.attach`, which captures whatever runs."
+            )
+        return super().train(mode)
 
     def recompile(self) -> None:
         """Generate forward from the graph as it is now."""
