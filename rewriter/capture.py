@@ -13,15 +13,21 @@ from torch import nn
 from resfx.capture_errors import CaptureError, DynamicDimSpecialized, GuardError, NotAModule
 from resfx.captured import Captured, Mode, ModuleCall
 from resfx.export_capture import export_flat
+from resfx.folded_capture import Folded, capture_folded
+from resfx.fx_route import fx_flat
+from resfx.graphed import GraphedModule
 
 __all__ = [
     "CaptureError",
     "Captured",
     "DynamicDimSpecialized",
+    "Folded",
+    "GraphedModule",
     "GuardError",
     "ModuleCall",
     "NotAModule",
     "capture",
+    "capture_folded",
 ]
 
 
@@ -54,4 +60,8 @@ def capture(
     arguments = (tuple(args), dict(kwargs or {}))
     if frontend == "export":
         return export_flat(module, *arguments, dynamic_shapes, mode).captured
+    if frontend == "fx":
+        if dynamic_shapes is not None:
+            raise CaptureError("dynamic_shapes belongs to frontend='export'; the fx frontend leaves every size open")
+        return fx_flat(module, *arguments, mode)
     raise CaptureError(f"unknown frontend {frontend!r}: choose 'export' or 'fx'")

@@ -16,10 +16,10 @@ from resfx.capture_errors import CaptureError, DynamicDimSpecialized, GuardError
 from resfx.captured import Captured, Mode
 from resfx.dynamic import Attempt, asked_dims, attempts, canonical_call
 from resfx.environment import capturing
-from resfx.guards import fixed_size
 from resfx.export_route import Unlifted, input_guards, unlift
 from resfx.failure import capture_failure, is_data_dependent, is_unknown_output
-from resfx.signature import CallSignature, Constant, Items, Template, TensorSlot, forward_signature, input_templates
+from resfx.guards import fixed_size
+from resfx.signature import CallSignature, Constant, Items, Template, forward_signature, input_templates, slot_labels
 
 CHECKPOINT_NOTE = "activation checkpoints in the glue are not kept: the result does not recompute there"
 
@@ -112,7 +112,7 @@ def _assemble(
             f"the export route has {len(unlifted.inputs)} tensor inputs, the call has {len(tensors)}:"
             " a tensor default of forward, or a container torch flattens differently. Pass every tensor explicitly."
         )
-    labels = _labels(templates, len(tensors))
+    labels = slot_labels(templates, len(tensors))
     signature = CallSignature(
         parameters=parameters,
         templates=tuple(_with_library_defaults(template) for template in templates),
@@ -131,21 +131,6 @@ def _assemble(
         for axis, size in enumerate(node.meta["val"].shape):
             (captured.open_dims if fixed_size(size) is None else captured.fixed_dims).append((label, axis))
     return Exported(program, unlifted, captured)
-
-
-def _labels(templates: Sequence[Template], count: int) -> list[str]:
-    labels = [""] * count
-
-    def visit(template: Template) -> None:
-        if isinstance(template, TensorSlot):
-            labels[template.index] = template.label
-        elif not isinstance(template, Constant):
-            for child in template.children:
-                visit(child)
-
-    for template in templates:
-        visit(template)
-    return labels
 
 
 def _with_library_defaults(template: Template) -> Template:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from collections.abc import Iterator
 from types import FrameType, TracebackType
@@ -12,8 +13,8 @@ from torch import nn
 
 from resfx.capture_errors import CaptureError
 
-_TORCH = os.path.dirname(torch.__file__)
-_HERE = os.path.dirname(os.path.abspath(__file__))
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _SKIPPED = (_TORCH, _HERE, os.path.dirname(os.__file__) + os.sep + "contextlib")
 
 _DATA_DEPENDENT = (
@@ -40,6 +41,12 @@ def is_unknown_output(error: BaseException) -> bool:
 
 def _names_type_problem(text: str) -> bool:
     return "unsupported" in text.lower() or "pytree" in text.lower() or "register_dataclass" in text
+
+
+def without_own_frames(stack_trace: str) -> str:
+    """A node's stack trace without the frames of this package."""
+    entries = re.split(r"(?m)^(?=\s*File \")", stack_trace)
+    return "".join(entry for entry in entries if f'File "{_HERE}' not in entry)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -13,8 +13,9 @@ from resfx.capture_errors import CaptureError
 from resfx.captured import Captured, Mode
 from resfx.export_capture import export_flat
 from resfx.fold import fold
-from resfx.leaves import branch_owners, called_paths, leaf_paths
+from resfx.fx_route import fx_flat
 from resfx.graphed import TRAIN_REFUSAL
+from resfx.leaves import branch_owners, called_paths, leaf_paths
 from resfx.modes import Difference, ModesDiffer, compare, equal_outputs, join_modes, leaf_test
 from resfx.module_calls import module_calls
 
@@ -120,6 +121,11 @@ def _export_in(
 ) -> Captured:
     """Export with the leaves' call signatures kept; a leaf whose signature can't be kept is opened."""
     called = called_paths(flat.graph)
+    if flat.frontend == "fx":
+        wanted = set(leaf_paths(model, opened, called))
+        traced = fx_flat(model, args, kwargs, mode)
+        traced.calls = [call for call in traced.calls if call.path in wanted]
+        return traced
     while True:
         leaves = leaf_paths(model, opened, called)
         try:

@@ -74,7 +74,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that `node` writes to, by its schema."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return []
+        return [node.args[0]] if _python_twin(node) is not None and isinstance(node.args[0], fx.Node) else []
     found = []
     for position, argument in enumerate(target._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
@@ -163,7 +163,7 @@ class _Functionalizer:
             # A parameter or buffer (a lifted constant is copied by the graph before it is written).
             self.views[node] = _View(view.base, view.nodes, view.keys, 0)
             return
-        if torch.Tag.inplace_view in node.target.tags:  # type: ignore[union-attr]
+        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags:
             self._reshape_in_place(node, target)
             return
         if self._copies_itself(node, view):
@@ -218,6 +218,8 @@ class _Functionalizer:
 
     def _functional(self, node: fx.Node, target: fx.Node) -> fx.Node | None:
         """The value that the in-place `node` writes, or None."""
+        if "val" not in target.meta:
+            return None
         made = self._copy_value(node, target) if node.target is aten.copy_.default else self._twin(node)
         if made is None:
             return None
@@ -228,6 +230,12 @@ class _Functionalizer:
         return made
 
     def _twin(self, node: fx.Node) -> fx.Node | None:
+        python = _python_twin(node)
+        if python is not None:
+            op, name, kwargs = python
+            new = self.graph.create_node(op, name, node.args, kwargs)
+            self._fill_meta(new, node)
+            return new
         twin = functional_twin(node.target)
         if twin is None:
             return None
@@ -307,6 +315,26 @@ class _Functionalizer:
             self.result.notes.append(text)
 
 
+_OPERATORS = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+
+
+def _python_twin(node: fx.Node) -> tuple[str, Any, dict[str, Any]] | None:
+    """(op, target, kwargs) of the functional spelling of `h += f`, `h.add_(f)`, `relu(h, inplace=True)`; else None."""
+    if node.op == "call_function" and node.target in _OPERATORS:
+        return "call_function", _OPERATORS[node.target], dict(node.kwargs)
+    if node.op == "call_function" and node.kwargs.get("inplace") is True:
+        return "call_function", node.target, {**node.kwargs, "inplace": False}
+    name = str(node.target)
+    if node.op == "call_method" and name.endswith("_") and not name.endswith("__") and hasattr(torch.Tensor, name[:-1]):
+        return "call_method", name[:-1], dict(node.kwargs)
+    return None
+
+
 def functional_twin(target: Any) -> Callable[..., Any] | None:
     """`aten.add.Tensor` for `aten.add_.Tensor`; None where no op of the same arguments exists."""
     if not isinstance(target, torch._ops.OpOverload):
@@ -333,8 +361,10 @@ def fake_result(node: fx.Node) -> Any:
     args = fx.map_arg(node.args, lambda n: n.meta["val"])
     kwargs = fx.map_arg(node.kwargs, lambda n: n.meta["val"])
     target: Any = node.target
+    if node.op == "call_method":
+        target = getattr(torch.Tensor, str(node.target))
     if mode is None:
-        return target(*args, **kwargs) if target in (operator.add, operator.mul) else None
+        return target(*args, **kwargs) if getattr(target, "__module__", "") in ("_operator", "builtins") else None
     with mode, torch.enable_grad():
         return target(*args, **kwargs)
 

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from resfx.captured import ModuleCall
 from resfx.export_route import Unlifted
+from resfx.functionalize import Functional
 from resfx.leaves import call_entries
 from resfx.regions import REGION
 
@@ -34,19 +35,45 @@ def module_calls(program: torch.export.ExportedProgram, unlifted: Unlifted, leav
     return found
 
 
+def refreshed(calls: Iterable[ModuleCall], graph: fx.Graph, functional: Functional) -> list[ModuleCall]:
+    """Calls recorded before functionalising, in terms of the nodes that are there now."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    start, end = _spans(order)
+
+    def now(tree: Any, position: int) -> Any:
+        return pytree.tree_map_only(fx.Node, lambda node: functional.value_of(node, order, position), tree)
+
+    found = []
+    for call in calls:
+        first = start.get((call.path, call.index), 0)
+        after = end.get((call.path, call.index), first) + 1
+        args, kwargs = now((call.args, call.kwargs), first)
+        found.append(ModuleCall(call.path, call.index, args, kwargs, now(call.output, after)))
+    found.sort(key=lambda call: start.get((call.path, call.index), 0))
+    return found
+
+
+def _spans(order: dict[fx.Node, int]) -> tuple[dict[tuple[str, int], int], dict[tuple[str, int], int]]:
+    """The first and the last position of every module call."""
+    start: dict[tuple[str, int], int] = {}
+    end: dict[tuple[str, int], int] = {}
+    for node, position in order.items():
+        for entry in call_entries(node):
+            start.setdefault(entry, position)
+            end[entry] = position
+    return start, end
+
+
 class _Finder:
     """Finds today's node by the name an argument had in the export, when the call ran."""
 
     def __init__(self, unlifted: Unlifted) -> None:
         self.unlifted = unlifted
         self.order = {node: i for i, node in enumerate(unlifted.module.graph.nodes)}
-        self.start: dict[tuple[str, int], int] = {}
-        self.end: dict[tuple[str, int], int] = {}
+        self.start, self.end = _spans(self.order)
         self.regions: dict[tuple[str, int], set[int]] = {}
-        for node, position in self.order.items():
+        for node in self.order:
             for entry in call_entries(node):
-                self.start.setdefault(entry, position)
-                self.end[entry] = position
                 self.regions.setdefault(entry, set()).add(int(node.meta.get(REGION, 0)))
 
     def region_calls(self, specs: dict[str, Any], wanted: set[str]) -> list[ModuleCall]:

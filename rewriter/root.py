@@ -7,7 +7,7 @@ from torch import fx, nn
 
 
 def graft(model: nn.Module, graph: fx.Graph | None = None) -> fx.GraphModule:
-    """A GraphModule whose children, parameters and buffers are those of `model` (the same objects), never-called ones too.
+    """A GraphModule whose children, parameters and buffers are the very objects of `model`, never-called ones too.
 
     Class attributes and other instance attributes are not taken over.
     """

@@ -1,14 +1,14 @@
 """The calling convention of a captured model: the user's own arguments in, the user's own output type out.
 
 The arguments of one call are described by a template per parameter of `forward`: which leaf is a tensor input of the
-graph, which is a constant that was baked in. Everything here is plain Python on shapes and constants, so that Dynamo and
-torch.export trace through it.
+graph, which is a constant that was baked in. Everything here is plain Python on shapes and constants, so that Dynamo
+and torch.export trace through it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -208,3 +208,19 @@ def input_templates(
             continue
         templates.append(build_template(value, name, tensors))
     return tuple(templates), tensors
+
+
+def slot_labels(templates: Sequence[Template], count: int) -> list[str]:
+    """The label of every tensor slot, in order."""
+    labels = [""] * count
+
+    def visit(template: Template) -> None:
+        if isinstance(template, TensorSlot):
+            labels[template.index] = template.label
+        elif not isinstance(template, Constant):
+            for child in template.children:
+                visit(child)
+
+    for template in templates:
+        visit(template)
+    return labels

@@ -28,7 +28,13 @@ _RESHAPES = {
     aten.view_as.default,
     aten.reshape_as.default,
 }
-_SPLITS = {aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.tensor_split.sections}
+_SPLITS = {
+    aten.chunk.default,
+    aten.split.Tensor,
+    aten.split.sizes,
+    aten.split_with_sizes.default,
+    aten.tensor_split.sections,
+}
 
 
 def same_storage(left: Any, right: Any) -> bool:
@@ -40,7 +46,7 @@ def same_storage(left: Any, right: Any) -> bool:
 
 def source_of(node: fx.Node) -> fx.Node | None:
     """The argument of which `node` is a view (or which it is), None where it owns its memory."""
-    if node.op != "call_function":
+    if node.op not in ("call_function", "call_method"):
         return None
     value = node.meta.get("val")
     if isinstance(value, (list, tuple)):
@@ -63,7 +69,7 @@ def is_whole(node: fx.Node, source: fx.Node) -> bool:
     if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
     if node.target is aten.slice.Tensor:
-        dim, start, end, step = _slice_arguments(node)
+        _, start, end, step = _slice_arguments(node)
         return start in (0, None) and step == 1 and (end is None or (isinstance(end, int) and end >= sys.maxsize))
     if value.dtype != other.dtype or value.dim() != other.dim():
         return False
@@ -93,6 +99,8 @@ def view_key(node: fx.Node, source: fx.Node) -> ViewKey:
             return "source"
         if isinstance(value, (list, tuple)):
             return tuple(freeze(item) for item in value)
+        if isinstance(value, slice):
+            return ("slice", freeze(value.start), freeze(value.stop), freeze(value.step))
         return value
 
     if node.target is aten.slice.Tensor:
