@@ -138,10 +138,12 @@ def _explain(error: Exception, program: ExportedProgram) -> str:
     if found is None:
         return f"torch.export passed, the ONNX exporter failed: {first_line(links[-1])}"
     name = found["target"] or f"{found['op']}.{found['overload']}"
+    missing = "No ONNX function found" in str(links[-1])
+    stop = "has no translation for" if missing else "stopped at"
+    remedy = "Pass functions={torch op: onnxscript function} to give one, or" if missing else "Rewrite that line, or"
     return (
-        f"torch.export passed, the ONNX exporter has no translation for {name}{_callers(program, name)}: "
-        f"{first_line(links[-1])}\n"
-        "Pass functions={torch op: onnxscript function} to give one, or use torch.compile or to_aoti for this model."
+        f"torch.export passed, the ONNX exporter {stop} {name}{_callers(program, name)}: {first_line(links[-1])}\n"
+        f"{remedy} use torch.compile or to_aoti for this model."
     )
 
 

@@ -24,9 +24,9 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """Causal language model with tied head: tokens (B, T) int64, labels (B, T) or None -> logits (B, T, 300), loss ()."""
+    """Causal language model, tied head: tokens (B, T), labels (B, T) or None, int64 -> logits (B, T, 1000), loss ()."""
 
-    def __init__(self, width: int = 16, vocabulary: int = 300) -> None:
+    def __init__(self, width: int = 16, vocabulary: int = 1000) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.places = nn.Embedding(64, width)
@@ -79,6 +79,23 @@ class Structured(nn.Module):
         if double:
             h = h * 2
         return Result(states=h, cache=mask, pair=(x, h), steps=times)
+
+
+class BiasedAttention(nn.Module):
+    """Attention with a learned bias by distance, as in T5: (B, T, 8) -> (B, T, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.bias = nn.Embedding(9, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = (part.view(rows, length, 2, 4).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        places = torch.arange(length)
+        bias = self.bias((places[None] - places[:, None]).clamp(-4, 4) + 4).permute(2, 0, 1)[None]
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return mixed.transpose(1, 2).reshape(rows, length, width)
 
 
 class FixedBatch(nn.Module):
