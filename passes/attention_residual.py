@@ -65,14 +65,14 @@ class _AttentionResidual(StreamState):
         self.is_open = False  # whether the last source is a sum that still grows
 
     def read(self, site: Site, h: Node) -> Node:
-        return self._merged(site)
+        return self._merged(site, h)
 
     def end(self, owner: str, h: Node) -> Node:
-        return self._merged(owner)
+        return self._merged(owner, h)
 
     def write(self, site: Site, h: Node, u: Node) -> Node | None:
         if self.is_open and site.index not in self.starts:
-            self.sources[-1] = self.stage.call(ops.add, [self.sources[-1], u])
+            self.sources[-1] = self.stage.call(ops.accumulate, self.sources[-1], u, self.sources[0])
         else:
             self.sources.append(u)
         self.is_open = True
@@ -85,12 +85,13 @@ class _AttentionResidual(StreamState):
         self.sources = [self.scaled(source, factor, divide) for source in self.sources]
 
     def side(self, c: Node) -> None:
-        self.sources[-1] = self.stage.call(ops.add, [self.sources[-1], c])
+        self.sources[-1] = self.stage.call(ops.accumulate, self.sources[-1], c, self.sources[0])
 
-    def _merged(self, owner: Site | str) -> Node:
+    def _merged(self, owner: Site | str, h: Node) -> Node:
         stage, form = self.stage, self.form
         if len(self.sources) == 1:  # the one weight is 1 whatever the query is: no parameters
             return self.sources[0]
         query = stage.parameter(owner, "query", ParameterSpec((stage.size,), std=form.query_init_std))
         key_norm = stage.parameter(owner, "key_norm", ParameterSpec((stage.size,), fill=1.0))
-        return stage.call(ops.routed_read, list(self.sources), query, key_norm, form.eps, stage.dim)
+        dtype = self.dtype_beside(h, self.sources[0])
+        return stage.call(ops.routed_read, list(self.sources), query, key_norm, form.eps, stage.dim, dtype)

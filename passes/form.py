@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
+import torch
 from torch.fx import Node
 
 from resfx.passes import ops
+from resfx.passes.editor import value_of
 from resfx.passes.errors import FormError
 from resfx.passes.parameters import ParameterSpec
 from resfx.patterns.streams import Site, Stream
@@ -64,6 +66,11 @@ class StreamState:
     def end(self, owner: str, h: Node) -> Node:
         """What leaves the stream where the state is `h`: `owner` is "final", or "tap<k>" in mid-stream."""
         return h
+
+    def dtype_beside(self, h: Node, source: Node) -> torch.dtype | None:
+        """The dtype of the state where it is not that of `source` (a stream cast on its way), else None."""
+        state, own = value_of(h).dtype, value_of(source).dtype
+        return None if state == own else state
 
     def scaled(self, value: Node, factor: float | Node, divide: bool) -> Node:
         """`value * factor`, or `value / factor`."""

@@ -73,11 +73,12 @@ class _MultiGate(StreamState):
         if len(self.streams) < form.streams:
             self.streams.append(u)
         else:
-            self._mix(site, u)
+            self._mix(site, h, u)
         if len(self.streams) == 1:
             return self.streams[0]
         w_alpha = stage.parameter(site, "w_alpha", ParameterSpec((stage.size,)))
-        return stage.call(ops.pool, list(self.streams), w_alpha, form.eps, stage.dim)
+        dtype = self.dtype_beside(h, self.streams[0])
+        return stage.call(ops.pool, list(self.streams), w_alpha, form.eps, stage.dim, dtype)
 
     def skip(self, site: Site, h: Node, u: Node) -> None:
         self.side(u)  # the weights sum to 1: the pool moves by u, as the state does
@@ -86,14 +87,14 @@ class _MultiGate(StreamState):
         self.streams = [self.scaled(stream, factor, divide) for stream in self.streams]
 
     def side(self, c: Node) -> None:
-        self.streams = [self.stage.call(ops.add, [stream, c]) for stream in self.streams]
+        self.streams = [self.stage.call(ops.accumulate, stream, c, self.streams[0]) for stream in self.streams]
 
-    def _mix(self, site: Site, u: Node) -> None:
+    def _mix(self, site: Site, h: Node, u: Node) -> None:
         stage, form = self.stage, self.form
         n = len(self.streams)
         inverse = form.inverse_gate(len(stage.stream.sites) - form.streams + 1)
         w_beta = stage.parameter(site, "w_beta", ParameterSpec((stage.size,)))
-        streams, rest = list(self.streams), (form.eps, stage.dim)
+        streams, rest = list(self.streams), (form.eps, stage.dim, self.dtype_beside(h, self.streams[0]))
         if form.gate == "independent":
             b_beta = stage.parameter(site, "b_beta", ParameterSpec((n,), fill=-math.log(inverse - 1)))
             mixed = stage.call(ops.independent_mix, streams, u, w_beta, b_beta, *rest)

@@ -66,10 +66,17 @@ def _routed(sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: flo
     return reduce(torch.add, [a * _wide(v) for a, v in zip(weights, sources, strict=True)])
 
 
-def routed_read(sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int) -> Tensor:
-    """sum_i a_i v_i, a = softmax_i(query . (rms(v_i) * key_norm)). The dtype is that of the first source."""
+def routed_read(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_norm: Tensor,
+    eps: float,
+    dim: int,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """sum_i a_i v_i, a = softmax_i(query . (rms(v_i) * key_norm)), in `dtype`, else in that of the first source."""
     with _full_precision(sources[0]):
-        return _routed(sources, query, key_norm, eps, dim).to(sources[0].dtype)
+        return _routed(sources, query, key_norm, eps, dim).to(dtype or sources[0].dtype)
 
 
 def delta_read(
@@ -156,33 +163,55 @@ def learned_scaled_write(h: Tensor, u: Tensor, lam: Tensor, divisor: float) -> T
         return (_wide(h) + factor * _wide(u)).to(h.dtype)
 
 
-def pool(streams: Sequence[Tensor], w_alpha: Tensor, eps: float, dim: int) -> Tensor:
-    """sum_i p_i s_i, p = softmax_i(w_alpha . rms(s_i) / sqrt(D))."""
+def pool(
+    streams: Sequence[Tensor], w_alpha: Tensor, eps: float, dim: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """sum_i p_i s_i, p = softmax_i(w_alpha . rms(s_i) / sqrt(D)), in `dtype`, else in that of the first stream."""
     with _full_precision(streams[0]):
         weights = torch.stack(_logits(streams, w_alpha, eps, dim)).softmax(0).unbind(0)
         pooled = reduce(torch.add, [p * _wide(s) for p, s in zip(weights, streams, strict=True)])
-        return pooled.to(streams[0].dtype)
+        return pooled.to(dtype or streams[0].dtype)
 
 
 def independent_mix(
-    streams: Sequence[Tensor], u: Tensor, w_beta: Tensor, b_beta: Tensor, eps: float, dim: int
+    streams: Sequence[Tensor],
+    u: Tensor,
+    w_beta: Tensor,
+    b_beta: Tensor,
+    eps: float,
+    dim: int,
+    dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """s_i <- (1 - b_i) s_i + b_i u, b_i = sigmoid(w_beta . rms(s_i) / sqrt(D) + b_beta_i)."""
+    """s_i <- (1 - b_i) s_i + b_i u, b_i = sigmoid(w_beta . rms(s_i) / sqrt(D) + b_beta_i). Dtype as in `pool`."""
     with _full_precision(u):
         logits = _logits(streams, w_beta, eps, dim)
         gates = [torch.sigmoid(z + b) for z, b in zip(logits, _wide(b_beta).unbind(0), strict=True)]
-        return [_blend(s, u, g) for s, g in zip(streams, gates, strict=True)]
+        return _mixed(streams, u, gates, dtype or streams[0].dtype)
 
 
 def competitive_mix(
-    streams: Sequence[Tensor], u: Tensor, w_beta: Tensor, forget: Tensor, eps: float, dim: int
+    streams: Sequence[Tensor],
+    u: Tensor,
+    w_beta: Tensor,
+    forget: Tensor,
+    eps: float,
+    dim: int,
+    dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """s_i <- (1 - b_i) s_i + b_i u, b = softmax([forget, w_beta . rms(s_1) / sqrt(D), ..]) without its first entry."""
+    """s_i <- (1 - b_i) s_i + b_i u, b = softmax([forget, w_beta . rms(s_1) / sqrt(D), ..]) without its first entry.
+
+    Dtype as in `pool`.
+    """
     with _full_precision(u):
         logits = _logits(streams, w_beta, eps, dim)
         first = _wide(forget).reshape([1] * u.dim()).expand_as(logits[0])
         gates = torch.stack([first, *logits]).softmax(0).unbind(0)[1:]
-        return [_blend(s, u, g) for s, g in zip(streams, gates, strict=True)]
+        return _mixed(streams, u, gates, dtype or streams[0].dtype)
+
+
+def _mixed(streams: Sequence[Tensor], u: Tensor, gates: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    wide_u = _wide(u)
+    return [(_wide(s) + g * (wide_u - _wide(s))).to(dtype) for s, g in zip(streams, gates, strict=True)]
 
 
 def _logits(streams: Sequence[Tensor], w: Tensor, eps: float, dim: int) -> list[Tensor]:
@@ -210,6 +239,12 @@ def product(op: str, a: Tensor, b: Tensor) -> Tensor:
 def add(values: Sequence[Tensor]) -> Tensor:
     """The sum of several terms."""
     return reduce(torch.add, values)
+
+
+def accumulate(total: Tensor, u: Tensor, like: Tensor) -> Tensor:
+    """total + u, no narrower than `like`: a sum of narrow updates is kept in the dtype of their stream."""
+    dtype = torch.promote_types(torch.promote_types(total.dtype, u.dtype), like.dtype)
+    return total.to(dtype) + u.to(dtype)
 
 
 def subtract(a: Tensor, b: Tensor) -> Tensor:

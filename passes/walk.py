@@ -171,12 +171,15 @@ class Walk:
             self._hand_over(reader.user, state, values[key], path, event)
 
     def _unlisted(self, state: Node, index: int, path: list[Node]) -> list[Reader]:
-        """Readers of a later state that the search did not list, such as nodes another stream's rewrite made: taps."""
+        """Readers of a later state that the search did not list: taps, such as nodes another stream's rewrite made.
+
+        A reader that nobody reads (an assertion) can only look at sizes and dtype.
+        """
         if index == 0:
             return []
         listed = {reader.user for reader in self.readers[state]}
         others = [user for user in state.users if user not in listed and user not in path and not self._is_own(user)]
-        return [Reader(user, state, "tap") for user in others]
+        return [Reader(user, state, "tap" if user.users or user.op == "output" else "shape") for user in others]
 
     def _is_own(self, node: Node) -> bool:
         note = node.meta.get("custom", {}).get("resfx", {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def capture(model: nn.Module, *args: Tensor, dialect: str = "aten") -> GraphModu
     graph_module = torch.export.export(model, args, strict=False, dynamic_shapes=shapes).module()
     assert isinstance(graph_module, GraphModule)
     for node in list(graph_module.graph.nodes):
-        if node.op == "call_module" and "guards" in str(node.target):
+        if "guards" in str(node.target) or "_assert_tensor_metadata" in str(node.target):
             graph_module.graph.erase_node(node)
     graph_module.recompile()
     return graph_module
@@ -90,7 +91,7 @@ def stream_of(graph_module: GraphModule, axis: int | None = -1, entry: str = "x"
     first = next(n for n in graph_module.graph.nodes if n.op == "placeholder" and n.target == entry)
     spine = _spine(graph_module, first, last)
     events, sites = [], 0
-    for before, after in zip(spine, spine[1:], strict=False):
+    for before, after in pairwise(spine):
         event = _event(graph_module, before, after, sites, set(spine))
         sites += isinstance(event, Write)
         events.append(event)
@@ -102,9 +103,8 @@ def stream_of(graph_module: GraphModule, axis: int | None = -1, entry: str = "x"
 def _spine(graph_module: GraphModule, first: Node, last: Node | None) -> list[Node]:
     output = next(n for n in graph_module.graph.nodes if n.op == "output")
     node = last if last is not None else output.all_input_nodes[0]
-    if name_of(graph_module, node) == "layernorm" or (node.op == "call_function" and "layer_norm" in node.name):
-        if str(node.target).startswith("head") or any("head" in n.name for n in node.all_input_nodes):
-            node = node.all_input_nodes[0]  # the final norm reads the stream, it isn't part of it
+    if str(node.target).startswith("head") or any("head" in n.name for n in node.all_input_nodes):
+        node = node.all_input_nodes[0]  # the final norm reads the stream, it isn't part of it
     spine = [node]
     while node is not first:
         node = node.args[0]
@@ -160,7 +160,8 @@ def _params(graph_module: GraphModule, term: Node, spine: set[Node]) -> set[str]
         if node in seen or node in spine:
             continue
         seen.add(node)
-        names.update(n for n in own if n == node.target or (node.op == "call_module" and n.startswith(f"{node.target}.")))
+        target = str(node.target)
+        names.update(n for n in own if n == target or (node.op == "call_module" and n.startswith(f"{target}.")))
         waiting.extend(node.all_input_nodes)
     return names
 
