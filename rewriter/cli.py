@@ -246,20 +246,19 @@ def _options(
     return {"select": select, "streams": stream, "warm_start": warm_start, "frontend": frontend.value}
 
 
-def _rewritten(module: nn.Module, form: str, args: Args, kwargs: Kwargs, options: dict[str, Any]) -> nn.Module:
+def _rewritten(module: nn.Module, form: str, args: Args, kwargs: Kwargs, options: dict[str, Any]) -> resfx.Rewritten:
     with step("rewrite"):
         # The process ends with the command, so the model's own modules need no copy.
-        result: nn.Module = resfx.rewrite(module, passes.from_spec(form), args, kwargs, copy=False, **options)
-    return result
+        return resfx.rewrite(module, passes.from_spec(form), args, kwargs, copy=False, **options)
 
 
-def _change(module: nn.Module, result: nn.Module, args: Args, kwargs: Kwargs, options: dict[str, Any]) -> Text:
+def _change(module: nn.Module, result: resfx.Rewritten, args: Args, kwargs: Kwargs, options: dict[str, Any]) -> Text:
     """The graph's change, as a diff from the same capture with its residuals left plain."""
     plain = _rewritten(module, "standard", args, kwargs, {**options, "warm_start": False})
     return diff(graph_text(plain), graph_text(result))
 
 
-def _save(result: nn.Module, path: Path, args: Args, kwargs: Kwargs) -> None:
+def _save(result: resfx.Rewritten, path: Path, args: Args, kwargs: Kwargs) -> None:
     """Export with every size left open that the model leaves open; the file appears whole or not at all."""
     shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
     for leaf in pytree.tree_leaves((args, kwargs)):
@@ -270,9 +269,9 @@ def _save(result: nn.Module, path: Path, args: Args, kwargs: Kwargs) -> None:
         torch.export.save(program, draft)
 
 
-def _summary(result: nn.Module, form: str, output: Path | None) -> dict[str, Any]:
+def _summary(result: resfx.Rewritten, form: str, output: Path | None) -> dict[str, Any]:
     new = {name: list(p.shape) for name, p in result.named_parameters() if name.startswith("residual.")}
-    found: ResidualMap = result.residual_map  # type: ignore[assignment]
+    found = result.residual_map
     return {
         "form": passes.from_spec(form).to_spec(),
         "sites": {stream.index: len(stream.sites) for stream in found.streams if stream.index in found.forms},

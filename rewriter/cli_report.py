@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from torch import nn
+from torch.fx import GraphModule
 
 from resfx.patterns.report import ResidualMap
 
@@ -107,12 +107,12 @@ def rewritten_table(data: dict[str, Any]) -> Table:
     return facts("rewritten", {name: value for name, value in rows.items() if value})
 
 
-def graph_text(model: nn.Module) -> str:
+def graph_text(model: GraphModule) -> str:
     """The graph of a rewritten model: a line for each node, under the user's line that it comes from.
 
     Module and parameter paths read as in the `state_dict`: `self.blocks.0.norm`.
     """
-    text = str(model.print_readable(print_output=False))  # type: ignore[operator]
+    text = str(model.print_readable(print_output=False))
     lines = []
     for line in text.splitlines():
         if not _INSIDE_TORCH.match(line):

@@ -123,7 +123,7 @@ def run_demo(form: Form, step: Step) -> DemoResult:
     reason = _no_compiler()
     compiled_difference = None
     plain: nn.Module = model
-    fast = result
+    fast: nn.Module = result
     if reason is None:
         with step("compile: torch.compile, plain and rewritten"):
             plain, fast = resfx.export.compile(model), resfx.export.compile(result)
