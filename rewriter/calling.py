@@ -47,10 +47,13 @@ class CallCodeGen(CodeGen):
         return f"return _call.output({output_args!r})"
 
     def process_inputs(self, *args: Any) -> Any:
-        return args
+        """For interpreters: the flat inputs as they are, or the user's positional arguments."""
+        if len(args) == self.signature.n_inputs and all(isinstance(value, torch.Tensor) for value in args):
+            return args
+        return self.signature.inputs(self.signature.bind(args, {}))
 
     def process_outputs(self, outputs: Any) -> Any:
-        return outputs
+        return self.signature.output(outputs)
 
     def additional_globals(self) -> list[tuple[str, Any]]:
         found: list[tuple[str, Any]] = [

@@ -1,7 +1,7 @@
 """Capture: nn.Module -> flat graph -> folded graph on the user's own module tree.
 
-`capture` gives the flat graph in which the search finds the sites. `capture_folded` captures again, calls back with that
-second flat graph, and folds every leaf module into one `call_module` of the user's own instance.
+`capture` gives the flat graph in which the search finds the sites. `capture_folded` captures again, calls back with
+that second flat graph, and folds every leaf module into one `call_module` of the user's own instance.
 """
 
 from __future__ import annotations

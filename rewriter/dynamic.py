@@ -17,6 +17,12 @@ from torch.utils import _pytree as pytree
 
 # How many leading dimensions are left open, from bold to modest; None is all of them.
 _LEVELS: tuple[int | None, ...] = (None, 2, 1, 0)
+_LEVEL_TEXTS = {
+    None: "every dimension open",
+    2: "the first two dimensions open",
+    1: "the first dimension open",
+    0: "fixed sizes",
+}
 
 
 @dataclass(frozen=True)
@@ -96,8 +102,7 @@ def attempts(
     levels = _LEVELS if asked is None else (None, 0)
     for axes in levels:
         shapes = _merged(_default_shapes(parameters, args, kwargs, axes), asked or {}, parameters)
-        text = "every dimension open" if axes is None else f"the first {axes} dimensions open" if axes else "fixed sizes"
-        yield Attempt(args, kwargs, shapes, text)
+        yield Attempt(args, kwargs, shapes, _LEVEL_TEXTS[axes])
 
 
 def _grown_attempts(
@@ -111,7 +116,9 @@ def _grown_attempts(
         yield Attempt(more_args, more_kwargs, shapes, "size 1 captured at 2, every dimension open")
 
 
-def asked_dims(dynamic_shapes: Any, parameters: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def asked_dims(
+    dynamic_shapes: Any, parameters: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[str, int, Any]]:
     """(argument, axis, wish) for every dimension the user asked to be dynamic; AUTO is a wish, not a demand."""
     if dynamic_shapes is None:
         return []

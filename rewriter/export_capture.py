@@ -48,17 +48,43 @@ def export_flat(
         args, kwargs = canonical_call(parameters, args, kwargs)
     except TypeError as error:
         raise capture_failure(error, model, "export") from error
+    asked = asked_dims(dynamic_shapes, parameters, args, kwargs)
     seen_checkpoints: list[str] = []
     with capturing(model, mode, seen_checkpoints), libraries.without_cache(model) as uncached:
         tries = [only] if only is not None else list(attempts(parameters, args, kwargs, dynamic_shapes))
-        exported = _first_success(model, tries, parameters, (args, kwargs), mode, preserve)
+        try:
+            exported = _first_success(model, tries, parameters, (args, kwargs), mode, preserve)
+        except CaptureError as error:
+            _blame_asked(model, parameters, (args, kwargs), mode, asked, error)
+            raise
     captured = exported.captured
     if uncached:
         captured.notes.append(libraries.CACHE_NOTE)
     if seen_checkpoints:
         captured.notes.append(CHECKPOINT_NOTE)
-    _check_asked(captured, asked_dims(dynamic_shapes, parameters, args, kwargs))
+    _check_asked(captured, asked)
     return exported
+
+
+def _blame_asked(
+    model: nn.Module,
+    parameters: inspect.Signature,
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    mode: Mode,
+    asked: Sequence[tuple[str, int, Any]],
+    error: CaptureError,
+) -> None:
+    """Where the model captures once its sizes are left to torch, a dimension that was asked for is to blame."""
+    if not asked:
+        return
+    try:
+        free = _first_success(model, list(attempts(parameters, *example, None)), parameters, example, mode, ())
+    except CaptureError:
+        return
+    try:
+        _check_asked(free.captured, asked)
+    except DynamicDimSpecialized as blame:
+        raise blame from error
 
 
 def _first_success(

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from resfx.capture_errors import CaptureError
-from resfx.functionalize import Functional, functionalize
+from resfx.functionalize import Functional, functionalize, written_arguments
 from resfx.guards import Guards, build_guards
 from resfx.regions import inline_regions
 from resfx.root import add_constant, free_name, graft
@@ -56,7 +56,9 @@ def unlift(program: torch.export.ExportedProgram, model: nn.Module) -> Unlifted:
     return result
 
 
-def _user_placeholders(program: torch.export.ExportedProgram, graph: fx.Graph, env: dict[fx.Node, Any]) -> list[fx.Node]:
+def _user_placeholders(
+    program: torch.export.ExportedProgram, graph: fx.Graph, env: dict[fx.Node, Any]
+) -> list[fx.Node]:
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     found = []
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
@@ -85,8 +87,8 @@ def _attributes(
             target = add_constant(module, node.name, program.constants[target])
         elif spec.kind not in _PLACED:
             raise CaptureError(
-                f"the export route met a {spec.kind.name.lower()} input `{target}`, which a rewritten module can't hold."
-                " Remove the custom object from the model, or use frontend='fx'."
+                f"the export route met a {spec.kind.name.lower()} input `{target}`,"
+                " which a rewritten module can't hold. Remove the custom object from the model, or use frontend='fx'."
             )
         new = graph.get_attr(target)
         new.name = node.name
@@ -137,7 +139,8 @@ def _output(program: torch.export.ExportedProgram, node: fx.Node, graph: fx.Grap
     for spec, value in zip(program.graph_signature.output_specs, node.args[0], strict=True):  # type: ignore[arg-type]
         if spec.kind is not OutputKind.USER_OUTPUT:
             raise CaptureError(
-                f"the export route met an output of kind {spec.kind.name} ({spec.target}). Assign state in place instead."
+                f"the export route met an output of kind {spec.kind.name} ({spec.target})."
+                " Assign that state in place instead."
             )
         values.append(env[value] if isinstance(value, fx.Node) else value)
     new = graph.output(tuple(values))
@@ -176,13 +179,13 @@ def has_effect(node: fx.Node) -> bool:
     """Is the node needed even if nobody reads it? A random draw is: it moves the generator on."""
     if node.op in ("placeholder", "output"):
         return True
+    if written_arguments(node):
+        return True
     if node.op != "call_function":
         return node.op == "call_module" or node.is_impure()
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        if torch.Tag.nondeterministic_seeded in target.tags:
-            return True
-        return any(_writes(argument) for argument in target._schema.arguments)
+        return torch.Tag.nondeterministic_seeded in target.tags
     # A Python function may set a mode (autocast, a vmap level); only arithmetic is known to do nothing else.
     return getattr(target, "__module__", None) not in _PURE_MODULES or node.is_impure()
 
@@ -205,7 +208,3 @@ def _assumptions(values: list[Any]) -> list[Any]:
         replacements = dict(environment.replacements)
         return [guard.expr.xreplace(replacements) for guard in environment.guards]
     return []
-
-
-def _writes(argument: Any) -> bool:
-    return argument.alias_info is not None and bool(argument.alias_info.is_write)

@@ -93,7 +93,7 @@ def _both_modes(
     mapping = {old: switched.get(new, new) for old, new in mapping.items()} | switched
     captured.graph_module.training = model.training
     if switched:
-        captured.notes.append(f"{len(switched)} values of the glue differ between train and eval; they follow .training")
+        captured.notes.append(f"{len(switched)} values of the glue differ between train and eval and follow .training")
     _merge_guards(captured, flat)
     return Folded(captured, mapping)
 
@@ -101,7 +101,7 @@ def _both_modes(
 def _flat_difference(captured: Captured, flat: Captured) -> Difference | None:
     """The differences of the glue by the flat graphs alone; None where that takes the folded eval graph.
 
-    That is so unless the leaves left the same trace in both modes and every difference is a constant (a dropout's flag).
+    The flat graphs are enough where every difference is a constant of one operation (a dropout's flag).
     """
     in_leaf = leaf_test({(call.path, call.index) for call in captured.calls})
     difference = compare(captured.graph, flat.graph, in_leaf)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from resfx.capture_errors import CaptureError
 from resfx.views import ViewKey, is_whole, put_back, same_storage, source_of, view_key
@@ -269,7 +270,7 @@ class _Functionalizer:
         """`x.unsqueeze_(0)`: no memory is written, but this tensor has another shape from here on."""
         twin = functional_twin(node.target)
         if twin is None:
-            self._fail(node)
+            raise self._failure(node)
         with self.graph.inserting_before(node):
             new = self.graph.call_function(twin, node.args, dict(node.kwargs))
             self._fill_meta(new, node)
@@ -292,7 +293,7 @@ class _Functionalizer:
                 continue
             if view.base.op == "placeholder" or self.versions.get(view.base):
                 if view.nodes:
-                    self._fail(node)
+                    raise self._failure(node)
                 with self.graph.inserting_before(node):
                     clone = self.graph.call_function(aten.clone.default, (target,))
                     self._fill_meta(clone, target)
@@ -303,9 +304,9 @@ class _Functionalizer:
             self._note(f"`{node.target}` has no functional form and stays in place")
         self._register(node)
 
-    def _fail(self, node: fx.Node) -> None:
+    def _failure(self, node: fx.Node) -> CaptureError:
         source = str(node.meta.get("stack_trace", "")).strip().splitlines()
-        raise CaptureError(
+        return CaptureError(
             f"the in-place operation `{node.target}` can't be made functional"
             f"{': ' + ' '.join(source[-2:]) if source else ''}. Write it out of place in the model."
         )
@@ -322,6 +323,8 @@ _OPERATORS = {
     operator.itruediv: operator.truediv,
 }
 
+_DUNDERS = {"__iadd__": "__add__", "__isub__": "__sub__", "__imul__": "__mul__", "__itruediv__": "__truediv__"}
+
 
 def _python_twin(node: fx.Node) -> tuple[str, Any, dict[str, Any]] | None:
     """(op, target, kwargs) of the functional spelling of `h += f`, `h.add_(f)`, `relu(h, inplace=True)`; else None."""
@@ -330,6 +333,8 @@ def _python_twin(node: fx.Node) -> tuple[str, Any, dict[str, Any]] | None:
     if node.op == "call_function" and node.kwargs.get("inplace") is True:
         return "call_function", node.target, {**node.kwargs, "inplace": False}
     name = str(node.target)
+    if node.op == "call_method" and name in _DUNDERS:
+        return "call_method", _DUNDERS[name], dict(node.kwargs)
     if node.op == "call_method" and name.endswith("_") and not name.endswith("__") and hasattr(torch.Tensor, name[:-1]):
         return "call_method", name[:-1], dict(node.kwargs)
     return None
@@ -357,7 +362,7 @@ def fake_result(node: fx.Node) -> Any:
     values = [argument.meta.get("val") for argument in node.all_input_nodes]
     if any(value is None for value in values):
         return None
-    mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
     args = fx.map_arg(node.args, lambda n: n.meta["val"])
     kwargs = fx.map_arg(node.kwargs, lambda n: n.meta["val"])
     target: Any = node.target

@@ -48,7 +48,9 @@ class _KnownProxy(fx.Proxy):
     """A proxy whose rank, dtype and device are known; its sizes stay symbolic."""
 
     def dim(self) -> Any:
-        return self.node.meta["val"].dim() if _is_tensor(self) else self.tracer.create_proxy("call_method", "dim", (self,), {})
+        if _is_tensor(self):
+            return self.node.meta["val"].dim()
+        return self.tracer.create_proxy("call_method", "dim", (self,), {})
 
     def _known(self, name: str) -> Any:
         return getattr(self.node.meta["val"], name) if _is_tensor(self) else fx.proxy.Attribute(self, name)

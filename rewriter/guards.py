@@ -163,7 +163,10 @@ def fixed_size(size: Any) -> int | None:
 def build_guards(
     labels: Sequence[str], values: Sequence[torch.Tensor], ranges: dict[Any, Any], assumed: Iterable[Any]
 ) -> Guards:
-    """Guards for inputs with (fake) `values`; `ranges` maps symbols to their range, `assumed` are boolean expressions."""
+    """Guards for inputs with (fake) `values`.
+
+    `ranges` maps symbols to their range, `assumed` are boolean expressions that held at capture.
+    """
     names: dict[Any, str] = {}
     symbols: list[tuple[int, int]] = []
     where: dict[str, str] = {}

@@ -41,7 +41,7 @@ def _configs(model: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def without_cache(model: nn.Module) -> Iterator[bool]:
-    """Switch the caches of all configs in the tree off; yields whether one was on. The configs come back as they were."""
+    """Switch the caches of all configs in the tree off; yields whether one was on. The configs come back afterwards."""
     changed: list[tuple[Any, str, Any]] = []
     try:
         for config in _configs(model):
@@ -72,7 +72,7 @@ def _transformers_inputs(model: nn.Module, config: Any) -> dict[str, Any]:
     names = set(inspect.signature(model.forward).parameters)
     main = getattr(model, "main_input_name", "input_ids")
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    vocabulary = getattr(text_config, "vocab_size", None) or getattr(config, "vocab_size", 100)
+    vocabulary: int = getattr(text_config, "vocab_size", None) or getattr(config, "vocab_size", None) or 100
     inputs: dict[str, Any] = {}
     if main == "pixel_values" or "pixel_values" in names:
         size = getattr(config, "image_size", None) or _VISION

@@ -100,7 +100,7 @@ def _same_constants(train: fx.Node, evaluation: fx.Node) -> bool:
 
 
 def equal_outputs(train: Sequence[ModuleCall], evaluation: Sequence[ModuleCall]) -> set[Pair]:
-    """What the same leaf call gives in both graphs: the leaf follows its own flag (a DropPath passes through in eval)."""
+    """What one leaf call gives in both graphs: the leaf follows its own flag (a DropPath passes through in eval)."""
     twins = {call.key: call for call in evaluation}
     found: set[Pair] = set()
     for call in train:

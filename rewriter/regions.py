@@ -51,7 +51,7 @@ class _Region:
 def _region(module: fx.GraphModule, node: fx.Node) -> _Region | None:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
         return None
-    name = node.target.name()
+    name = str(node.target.name())  # type: ignore[no-untyped-call]
     if name == "wrap_with_set_grad_enabled":
         enabled, body, *operands = node.args
         return _Region("grad" if enabled else "no_grad", _body(module, body), tuple(operands), (enabled,))
@@ -111,7 +111,7 @@ class _Inliner:
         new.meta = self._border_meta()
 
     def _border_meta(self) -> dict[str, Any]:
-        meta = {key: self.node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in self.node.meta}
+        meta: dict[str, Any] = {k: v for k, v in self.node.meta.items() if k in ("nn_module_stack", "stack_trace")}
         inner = next((n for n in self.region.body.graph.nodes if n.op == "call_function"), None)
         if inner is not None and "stack_trace" in inner.meta:
             meta.setdefault("stack_trace", inner.meta["stack_trace"])
@@ -148,10 +148,7 @@ class _Inliner:
                 continue
             if old.op == "output":
                 return tuple(fx.map_arg(old.args[0], lambda n: env[n]))
-            if old.op == "get_attr":
-                new = self._attribute(old)
-            else:
-                new = self.graph.node_copy(old, lambda n: env[n])
+            new = self._attribute(old) if old.op == "get_attr" else self.graph.node_copy(old, lambda n: env[n])
             new.meta[REGION] = self.number
             if self.no_grad:
                 new.meta[NO_GRAD] = True

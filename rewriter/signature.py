@@ -199,7 +199,7 @@ def input_templates(
     bound = parameters.bind(*args, **kwargs)
     bound.apply_defaults()
     tensors: list[torch.Tensor] = []
-    templates = []
+    templates: list[Template] = []
     for name, parameter in parameters.parameters.items():
         value = bound.arguments[name]
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:

@@ -40,7 +40,7 @@ def resolve_tracepoints(graph: fx.Graph, origin: dict[tuple[int, str], fx.Node])
             found.append(Tracepoint(path, index, str(node.kwargs["kind"]), tuple(node.args)))
         for user in list(node.users):
             if user.target is operator.getitem:
-                value = node.args[user.args[1]]  # type: ignore[index]
+                value = node.args[user.args[1]]
                 replaced[user] = value
                 if isinstance(value, fx.Node):
                     user.replace_all_uses_with(value)
@@ -59,4 +59,6 @@ def resolve_tracepoints(graph: fx.Graph, origin: dict[tuple[int, str], fx.Node])
 def _is_tracepoint(node: fx.Node) -> bool:
     # A private higher-order op: recognised by its name, so that its absence does no harm.
     target = node.target
-    return isinstance(target, torch._ops.HigherOrderOperator) and target.name() == "_export_tracepoint"
+    if not isinstance(target, torch._ops.HigherOrderOperator):
+        return False
+    return bool(target.name() == "_export_tracepoint")  # type: ignore[no-untyped-call]

@@ -41,7 +41,8 @@ def same_storage(left: Any, right: Any) -> bool:
     """Do two (fake) tensors share memory? torch has no public test for fake tensors, which all lie at address 0."""
     if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
         return False
-    return bool(torch._C._is_alias_of(left, right))
+    is_alias: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+    return bool(is_alias(left, right))
 
 
 def source_of(node: fx.Node) -> fx.Node | None:
@@ -87,7 +88,8 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 def _slice_arguments(node: fx.Node) -> tuple[Any, Any, Any, Any]:
-    _, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    given = list(node.args[1:])
+    dim, start, end, step = given + [0, None, None, 1][len(given) :]
     return dim, start, end, step
 
 
