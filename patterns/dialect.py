@@ -8,6 +8,7 @@ operations only: never of modules or classes.
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -151,7 +152,7 @@ def _same_size(a: Any, b: Any) -> bool:
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_TORCH = torch.__path__[0]
+_TORCH = torch.__path__[0] + os.sep
 
 
 def source_of(node: Node) -> str:

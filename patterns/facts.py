@@ -14,7 +14,7 @@ from operator import or_
 from torch.fx import Graph, Node
 
 from resfx.patterns import dialect
-from resfx.patterns.dialect import CONTRACTION, IDENTITY, SHAPE_ONLY, data_inputs, op_name
+from resfx.patterns.dialect import CONTRACTION, IDENTITY, data_inputs, op_name
 from resfx.patterns.streams import Term
 from resfx.patterns.sums import adds_nothing
 
@@ -61,7 +61,7 @@ class Facts:
         self._masks: dict[Node, int] = {}
         for node in graph.nodes:
             self.order[node] = len(self.order)
-            self._visit_origin(node, list(data_inputs(node)))
+            self._visit_origin(node)
 
     def bit(self, carrier: Node) -> int:
         """The bit of a carrier; it must be asked for before the carrier is visited."""
@@ -79,20 +79,19 @@ class Facts:
         if node in self._masks:
             self._apply_mask(node)
 
-    def _visit_origin(self, node: Node, inputs: list[Node]) -> None:
-        if node.op == "get_attr" or node.op == "placeholder":
+    def _visit_origin(self, node: Node) -> None:
+        if node.op in ("get_attr", "placeholder"):
             if self.is_parameter(node):
                 self.parametric.add(node)
                 self.static.add(node)
             elif node.op == "get_attr":
                 self.static.add(node)
             return
-        if any(i in self.parametric for i in inputs):
+        if any(i in self.parametric for i in data_inputs(node)):
             self.parametric.add(node)
-        if node.op != "output" and all(i in self.static for i in inputs) and op_name(node) not in SHAPE_ONLY:
+        # Zeros of the batch's size vary with the input, though not with its numbers: a decoder's state can start from them.
+        if node.op != "output" and all(i in self.static for i in node.all_input_nodes):
             self.static.add(node)
-        elif op_name(node) in SHAPE_ONLY:
-            self.static.add(node)  # zeros_like(x) is a constant, whatever x holds
 
     def _mapped(self, node: Node, inputs: Iterable[Node], depends: dict[Node, int]) -> int:
         """Carriers that meet a weight in `node`: a product in which the other operand comes from a Parameter."""
