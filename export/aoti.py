@@ -62,7 +62,8 @@ def to_aoti(
 ) -> AotiReport:
     """Compile `model`, called as `model(*args, **kwargs)` in eval mode, into the package `path` (ends in .pt2).
 
-    The loaded package is called like the model and returns what the model returns, on the device it was compiled for.
+    The loaded package is called like the model and returns what the model returns, numbers as 0-d tensors,
+    on the device it was compiled for.
     `check`: load it, run it on the example and on another batch size where the batch is open, and compare. Sizes,
     tolerance and safety of the output file as in `to_onnx`.
 
@@ -116,8 +117,10 @@ def _check(
         where = f"the AOTInductor package ({label})"
         args, kwargs = call.rebuild([tensor.clone() for tensor in feed.inputs])
         try:
-            got = flatten_outputs(loaded(*args, **kwargs)).tensors
+            returned = flatten_outputs(loaded(*args, **kwargs))
         except Exception as error:  # the compiled code raises plain RuntimeErrors
             raise AotiError(f"{where} cannot run the model: {first_line(error)}") from error
+        found = dict(zip(returned.names, returned.tensors, strict=True))
+        got = [found[name] for name in names if name in found]  # the package returns the model's numbers as tensors too
         result[label] = compare(names, got, feed.expected, tolerance, where)
     return result

@@ -106,4 +106,5 @@ def test_aoti_keeps_signature_and_output_type(tmp_path: Path) -> None:
     assert list(report.checks) == ["batch 3", "batch 4"]
     result = load_aoti(report.path)(x, extra={"shifts": [torch.zeros(3, 8)]}, times=2)
     assert isinstance(result, Result)
+    assert int(result.steps) == 2
     torch.testing.assert_close(result.states, model.linear(x) * 2 + 1)
