@@ -109,7 +109,9 @@ class Search:
             return max(found, key=self._preference)
         if len(varying) < 2:
             return None
-        return misses[0] if misses else Rejected(node, "structure", "no term of the sum is computed from another one")
+        if misses:
+            return next((miss for miss in misses if miss.stage != "learned"), misses[0])  # what came nearest
+        return Rejected(node, "structure", "no term of the sum is computed from another one")
 
     def _preference(self, candidate: Candidate) -> tuple[bool, bool, int]:
         """A direct reading before one through a foreign stream, one that continues a stream, then the earliest state."""
