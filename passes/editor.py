@@ -109,6 +109,17 @@ class Editor:
         """What `user` reads now where it read `state` before any edit."""
         return self._inputs.get((user, state), state)
 
+    def entry_of(self, entry: Node, after: Node, opaque: Iterable[Node]) -> Node:
+        """The node that a stream from `entry` to `after` starts from now.
+
+        That is `entry`, unless an enclosing stream was rewritten before and let this one read another value.
+        """
+        moved = dict.fromkeys(self._inputs[user, old] for user, old in self._inputs if old is entry)
+        for node in (*moved, entry):
+            if _leads_to(node, after, opaque):
+                return node
+        raise EditError(f"the stream does not lead from {entry.name} to {after.name}")
+
     def replace_input(self, user: Node, old: Node, new: Node) -> None:
         """Let `user` read `new` in place of `old` (a node of the graph as it was found)."""
         current = self.input_of(user, old)
@@ -197,6 +208,17 @@ def carrying_path(before: Node, after: Node, opaque: Iterable[Node]) -> list[Nod
 
     Nothing is followed into an `opaque` node (the terms of a sum) nor past `before`.
     """
+    path = _carriers(before, after, opaque)
+    if not path or path[-1] is not after:
+        raise EditError(f"the stream does not lead from {before.name} to {after.name}")
+    return path
+
+
+def _leads_to(before: Node, after: Node, opaque: Iterable[Node]) -> bool:
+    return after in _carriers(before, after, opaque)
+
+
+def _carriers(before: Node, after: Node, opaque: Iterable[Node]) -> list[Node]:
     closed = {before, *opaque} - {after}
     found: set[Node] = set()
     waiting = [after]
@@ -212,8 +234,6 @@ def carrying_path(before: Node, after: Node, opaque: Iterable[Node]) -> list[Nod
         if any(source in carriers for source in node.all_input_nodes):
             carriers.add(node)
             path.append(node)
-    if not path or path[-1] is not after:
-        raise EditError(f"the stream does not lead from {before.name} to {after.name}")
     return path
 
 

@@ -49,6 +49,9 @@ def _refused_axis(stream: Stream, form: Form) -> str | None:
 
 def _refused_layout(editor: Editor, stream: Stream) -> str | None:
     for event in stream.events:
-        if isinstance(event, Layout) and read_step(editor.graph_module, event.before, event.after) is None:
+        if not isinstance(event, Layout):
+            continue
+        before = editor.entry_of(event.before, event.after, ())
+        if read_step(editor.graph_module, before, event.after) is None:
             return f"{event.after.name} changes its layout in a way that can't be undone"
     return None

@@ -64,7 +64,9 @@ class ModuleParameters:
             if not hasattr(module, folder):
                 module.add_module(folder, ParameterTree())
             module = getattr(module, folder)
-        if not isinstance(module, ParameterTree) or hasattr(module, leaf):
+            if not isinstance(module, ParameterTree):
+                raise EditError(f"{name} can't be added: the model has a {folder!r} of its own; rename that attribute")
+        if hasattr(module, leaf):
             raise EditError(f"the model already has {name}; revert the earlier rewrite or choose another stream")
         module.register_parameter(leaf, nn.Parameter(value))
 

@@ -82,8 +82,7 @@ class Walk:
     def run(self) -> None:
         """Rewrite the stream."""
         entry, first = self.stream.entry, self.stream.events[0]
-        # An enclosing stream that was rewritten before lets this one start from the value it reads.
-        self.original = self.editor.input_of(_path(entry, first)[0], entry)
+        self.original = self.editor.entry_of(entry, first.after, _opaque(first))
         self.current = self.entry = self.original
         self._place(self.editor.place_after, self.original)
         self.state = self.form.begin(self.stage, self.current)
@@ -255,8 +254,11 @@ class Walk:
 
 
 def _path(before: Node, event: Event) -> list[Node]:
-    terms = term_nodes(event) if isinstance(event, Write | Side) else frozenset()
-    return carrying_path(before, event.after, terms)
+    return carrying_path(before, event.after, _opaque(event))
+
+
+def _opaque(event: Event) -> frozenset[Node]:
+    return term_nodes(event) if isinstance(event, Write | Side) else frozenset()
 
 
 def _by_state(stream: Stream) -> dict[Node, list[Reader]]:

@@ -44,7 +44,7 @@ class EventModel(nn.Module):
     def __init__(self, steps: list[Step], d: int = 8, conv: bool = False) -> None:
         super().__init__()
         self.steps, self.conv = steps, conv
-        count = 1 + max(step[1] for step in steps if step[0] in ("site", "slice"))
+        count = 1 + max(step[1] for step in steps if "site" in step[0] or step[0] == "slice")
         self.sub = nn.ModuleList((ConvBranch if conv else Branch)(d) for _ in range(count))
         self.norms = nn.ModuleList(nn.LayerNorm(d) for _ in range(count))
 
@@ -229,12 +229,16 @@ class AttnRes(Plain):
             value = n(value)
         return value
 
-    def read(self, site: int) -> Tensor:
+    def _close(self, site: int) -> None:
         if self.running is not None and (self.form.granularity == "full" or site in self.starts):
             self.done, self.running = [*self.done, self.running], None
+
+    def read(self, site: int) -> Tensor:
+        self._close(site)
         return self._merge(site)
 
     def write(self, site: int, u: Tensor) -> None:
+        self._close(site)
         self.running = u if self.running is None else self.running + u
         self.norms = []
 

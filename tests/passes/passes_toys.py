@@ -86,9 +86,11 @@ def name_of(graph_module: GraphModule, node: Node) -> str:
     return str(node.target).rstrip("_")
 
 
-def stream_of(graph_module: GraphModule, axis: int | None = -1, entry: str = "x", last: Node | None = None) -> Stream:
-    """The stream from input `entry` to the output, where every step has the state as its first argument."""
-    first = next(n for n in graph_module.graph.nodes if n.op == "placeholder" and n.target == entry)
+def stream_of(
+    graph_module: GraphModule, axis: int | None = -1, entry: Node | None = None, last: Node | None = None
+) -> Stream:
+    """The stream from `entry` (the input x) to `last` (the first output); a step's first argument is the state."""
+    first = entry or next(n for n in graph_module.graph.nodes if n.op == "placeholder" and n.target == "x")
     spine = _spine(graph_module, first, last)
     events, sites = [], 0
     for before, after in pairwise(spine):
@@ -114,7 +116,7 @@ def _spine(graph_module: GraphModule, first: Node, last: Node | None) -> list[No
 
 def _event(graph_module: GraphModule, before: Node, after: Node, index: int, spine: set[Node]) -> Event:
     kind = name_of(graph_module, after)
-    if kind in ("layer_norm", "layernorm", "relu", "batch_norm", "batchnorm2d", "native_batch_norm"):
+    if kind in ("layer_norm", "layernorm", "relu", "batch_norm", "batchnorm1d", "native_batch_norm"):
         return Transition(before, after, (after,))
     if kind in ("permute", "transpose", "view", "reshape", "flatten", "unflatten"):
         return Layout(before, after)
