@@ -17,9 +17,12 @@ from resfx.patterns.dialect import op_name
 from resfx.patterns.facts import Facts
 from resfx.patterns.readings import Candidate, Reading, Sums, data_users
 from resfx.patterns.rejected import Rejected
+from resfx.patterns.resolution import Resolution
 from resfx.patterns.slices import rebuilt_whole, same_source, strip
 from resfx.patterns.streams import Kind, Site, Term
 from resfx.patterns.threads import Thread, Threads
+
+_MERGE = "what is added to {} comes back from another resolution: an encoder-decoder merge"
 
 
 @dataclass
@@ -46,6 +49,7 @@ class Search:
         self._chain = Chain(graph, self._facts)
         self._sums = Sums(graph, self._facts, self._chain)
         self._threads = Threads(self._facts, self._chain, self._sums)
+        self._resolution = Resolution(graph, self._facts)
         self._verdicts: dict[Node, Site | Rejected] = {}
         self._loose: set[Node] = set()  # sums in which no term is computed from another one
 
@@ -56,6 +60,7 @@ class Search:
                 self._judge(node)
             elif op_name(node) == "cond":
                 self._enter_cond(node)
+        self._drop_lone_merges()
         return Found(self._threads.found, self._facts, self._chain, self._verdicts)
 
     # -- the verdict on one sum
@@ -146,6 +151,8 @@ class Search:
         state = next((t for t in branches if self._is_running_state(t, carrier)), None)
         if state is not None:
             return Rejected(node, "order", "{} is itself a running state: {} is injected into it", (state.operands[0], carrier))
+        if self._goes_round_a_stream(branches, carrier):
+            return Rejected(node, "shape", _MERGE, (carrier,))
         skip = reading.term.operands[0]
         if not dialect.same_shape(skip, node):
             return Rejected(node, "shape", "the sum has another shape than its term {}", (skip,))
@@ -163,6 +170,21 @@ class Search:
             return True
         path = [term.operands[0], *(event.before for event in self._chain.walk(term.operands[0]))]
         return any(data_users(state) > 1 for state in path)
+
+    def _goes_round_a_stream(self, branches: list[Term], carrier: Node) -> bool:
+        if not self._resolution.comes_back(branches, carrier):
+            return False
+        inside = self._resolution.way(branches, carrier) - {carrier}
+        return any(node in self._chain.results for node in inside)
+
+    def _drop_lone_merges(self) -> None:
+        """Merges of two resolutions whose stream holds nothing else: no stream at all."""
+        for thread in self._threads.found:
+            carriers = self._threads.carrier
+            own = [site for site in thread.sites if site in carriers]
+            if own and own == thread.sites and all(self._resolution.comes_back(s.terms, carriers[s]) for s in own):
+                self._verdicts.update({s.node: Rejected(s.node, "shape", _MERGE, (carriers[s],)) for s in own})
+                thread.sites.clear()
 
     # -- taking a site in
 
