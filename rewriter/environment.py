@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from resfx.captured import Mode
+from resfx.traces import whole_stack_traces
 
 
 @contextlib.contextmanager
@@ -81,6 +82,7 @@ def capturing(model: nn.Module, mode: Mode | None, seen_checkpoints: list[str]) 
         stack.enter_context(training_mode(model, mode))
         stack.enter_context(_plain_attention())
         stack.enter_context(_plain_checkpoints(seen_checkpoints))
+        stack.enter_context(whole_stack_traces())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(warnings.catch_warnings())
