@@ -92,22 +92,26 @@ class _Functionalizer:
         self.result = Functional()
         self.views = self.result.views
         self.versions = self.result.versions
+        self.shown_of: dict[fx.Node, fx.Node] = {}  # the argument that a view looks into
 
     def run(self) -> None:
         if not any(written_arguments(node) for node in self.graph.nodes):
             return
         for node in list(self.graph.nodes):
-            if self.versions:
-                self._refresh(node)
+            # Asked before the arguments move on to newer values, which share no memory with this node's fake value.
+            source = source_of(node)
+            key = view_key(node, source) if source is not None else ()
+            replacements = self._refresh(node) if self.versions else {}
             written = written_arguments(node)
             if written:
                 self._write(node, written)
                 continue
-            self._register(node)
+            if source is not None:
+                self.shown_of[node] = replacements.get(source, source)
+            self._register(node, source, key)
         self.graph.lint()
 
-    def _register(self, node: fx.Node) -> None:
-        source = source_of(node)
+    def _register(self, node: fx.Node, source: fx.Node | None = None, key: ViewKey = ()) -> None:
         if source is None or source not in self.views:
             self.views[node] = _View(node, (), (), 0)
             return
@@ -116,13 +120,13 @@ class _Functionalizer:
         if is_whole(node, source):
             self.views[node] = _View(view.base, view.nodes, view.keys, version)
             return
-        keys = (*view.keys, view_key(node, source))
+        keys = (*view.keys, key)
         self.views[node] = _View(view.base, (*view.nodes, node), keys, version)
         self.result.shown.setdefault((view.base, keys, version), node)
 
-    def _refresh(self, node: fx.Node) -> None:
-        """Let `node` read the newest values."""
-        replacements = {}
+    def _refresh(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
+        """Let `node` read the newest values; returns what replaced what."""
+        replacements: dict[fx.Node, fx.Node] = {}
         for argument in node.all_input_nodes:
             view = self.views.get(argument)
             if view is None or view.version == len(self.versions.get(view.base, ())):
@@ -132,6 +136,7 @@ class _Functionalizer:
         if replacements:
             node.args = fx.map_arg(node.args, lambda n: replacements.get(n, n))
             node.kwargs = fx.map_arg(node.kwargs, lambda n: replacements.get(n, n))
+        return replacements
 
     def _current(self, base: fx.Node) -> fx.Node:
         history = self.versions.get(base)
@@ -147,10 +152,10 @@ class _Functionalizer:
             return known
         parent = self._show(base, nodes[:-1], keys[:-1])
         view = nodes[-1]
-        source = source_of(view)
-        assert source is not None
+        source = self.shown_of[view]
         new = self.graph.node_copy(view, lambda n: parent if n is source else n)
         self.views[new] = _View(base, nodes, keys, version)
+        self.shown_of[new] = parent
         self.result.shown[(base, keys, version)] = new
         return new
 
@@ -278,7 +283,8 @@ class _Functionalizer:
         target.replace_all_uses_with(new, delete_user_cb=lambda user: user in later)
         node.replace_all_uses_with(new)
         self.result.replaced[node] = new
-        self._register(new)
+        self.shown_of[new] = target
+        self._register(new, target, view_key(new, target))
         self.graph.erase_node(node)
 
     def _after(self, node: fx.Node) -> list[fx.Node]:
@@ -302,7 +308,8 @@ class _Functionalizer:
                 self.views[clone] = _View(view.base, (), (), len(self.versions[view.base]))
             self.result.writes[node] = view.base
             self._note(f"`{node.target}` has no functional form and stays in place")
-        self._register(node)
+        # Its result is the tensor that was written.
+        self.views[node] = self.views.get(written[0], _View(node, (), (), 0))
 
     def _failure(self, node: fx.Node) -> CaptureError:
         source = str(node.meta.get("stack_trace", "")).strip().splitlines()

@@ -49,7 +49,8 @@ class Difference:
 
 def _key(node: fx.Node) -> tuple[Any, ...]:
     target = str(node.target) if node.op in ("placeholder", "get_attr", "call_module") else node.target
-    return (node.op, target, tuple(call_entries(node)))
+    lines = [line.strip() for line in str(node.meta.get("stack_trace", "")).splitlines() if "File " in line]
+    return (node.op, target, tuple(call_entries(node)), lines[-1] if lines else "")
 
 
 def _nodes(graph: fx.Graph) -> list[fx.Node]:

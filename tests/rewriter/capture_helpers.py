@@ -92,12 +92,21 @@ def _equal(expected: Any, got: Any, mode: bool, exact: bool) -> None:
     assert len(expected[0]) == len(got[0]) > 0
     for left, right in zip(expected[0], got[0], strict=True):
         assert left.dtype == right.dtype
-        torch.testing.assert_close(right, left, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6, msg=f"{mode=}")
+        _close(left, right, exact, f"output, train={mode}")
     assert list(expected[1]) == list(got[1])
     for name, left in expected[1].items():
         right = got[1][name]
         assert (left is None) == (right is None), f"gradient of {name}, train={mode}"
         if left is not None:
-            torch.testing.assert_close(right, left, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-6, msg=name)
+            _close(left, right, exact, f"gradient of {name}, train={mode}")
     for name, left in expected[2].items():
         assert torch.equal(left, got[2][name]), f"state {name} after the call, train={mode}"
+
+
+def _close(left: torch.Tensor, right: torch.Tensor, exact: bool, what: str) -> None:
+    if exact:
+        assert torch.equal(left, right), what
+        return
+    # Float32 rounding of a whole tensor: single small entries of a gradient may be off by more.
+    error = (left.double() - right.double()).norm() / left.double().norm().clamp_min(1e-12)
+    assert error < 1e-5, f"{what}: {error}"

@@ -69,7 +69,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs, bool]] = {
     "gpt2": (gpt2, tokens, False),
     "llama": (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER)), tokens, False),
     "bert": (lambda: transformers.BertModel(transformers.BertConfig(**SMALL)), tokens, True),
-    "t5": (t5, both_tokens, True),
+    "t5": (t5, both_tokens, False),
     "mixtral": (
         lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=4)),
         tokens,

@@ -1,0 +1,114 @@
+"""Glue that depends on train or eval follows `.training` on the result."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from capture_helpers import assert_same, fold_model
+from resfx.capture import CaptureError
+from resfx.modes import ModeSwitch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str, d: int = 8) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm, self.f = nn.LayerNorm(d), nn.Linear(d, d)
+        self.register_buffer("mean", torch.zeros(d))
+        self.register_buffer("var", torch.ones(d))
+
+    def branch(self, b: torch.Tensor) -> torch.Tensor:  # noqa: PLR0911
+        kind = self.kind
+        if kind == "dropout":
+            return F.dropout(b, 0.3, self.training)
+        if kind == "dropout_in_place":
+            return F.dropout(b, 0.3, self.training, inplace=True)
+        if kind == "dropout2d":
+            return F.dropout2d(b.transpose(1, 2)[..., None], 0.3, self.training)[..., 0].transpose(1, 2)
+        if kind == "batch_norm":
+            return F.batch_norm(b.transpose(1, 2), self.mean, self.var, training=self.training).transpose(1, 2)
+        if kind == "attention":
+            p = 0.2 if self.training else 0.0
+            return F.scaled_dot_product_attention(b[:, None], b[:, None], b[:, None], dropout_p=p)[:, 0]
+        if kind == "depth" and self.training:
+            keep = b.new_empty(b.shape[0], 1, 1).bernoulli_(0.8)
+            keep.div_(0.8)
+            return b * keep
+        if kind == "noise":
+            return b + 0.1 * torch.randn_like(b) if self.training else b * 0.5
+        return b
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.branch(self.f(self.norm(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+KINDS = ["dropout", "dropout_in_place", "dropout2d", "batch_norm", "attention", "depth", "noise"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_modes_live(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Net(kind)
+    x = torch.randn(3, 5, 8)
+    graphed, folded = fold_model(model, (x,))
+    assert folded.captured.mode == "train"
+    switches = [module for module in graphed.modules() if isinstance(module, ModeSwitch)]
+    assert len(switches) == 2
+    assert_same(model, graphed, (x,))
+    assert_same(model, copy.deepcopy(graphed).requires_grad_(), (torch.randn(4, 6, 8),))
+    assert list(graphed.state_dict()) == list(model.state_dict())
+    graphed.train()
+    train = [graphed(x) for _ in range(2)]
+    graphed.eval()
+    evaluated = [graphed(x) for _ in range(2)]
+    assert torch.equal(*evaluated)
+    assert not torch.equal(train[0], evaluated[0])
+
+
+class Auxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block("plain")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        y = self.block(x)
+        return (y, x.sum()) if self.training else y
+
+
+class LayerDrop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block("plain")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.rand([]) < 0.5:
+            return x
+        return self.block(x)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(Auxiliary, "another structure"), (LayerDrop, "does not trace")])
+def test_eval_only_models_say_why(kind: type[nn.Module], reason: str) -> None:
+    model = kind()
+    x = torch.randn(3, 5, 8)
+    graphed, folded = fold_model(model, (x,))
+    assert folded.captured.mode == "eval"
+    assert any(reason in note for note in folded.captured.notes)
+    assert not graphed.training
+    assert_same(model, graphed.eval(), (x,), modes=(False,))
+    with pytest.raises(CaptureError, match=reason):
+        graphed.train()
