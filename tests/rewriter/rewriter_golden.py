@@ -42,7 +42,7 @@ def load_parameters(model: Rewritten, values: Mapping[str, Tensor], missing: set
     `missing`: names in `values` that the model must not have (sites that are constant in them). Errors: AssertionError.
     """
     own = {name for name, _ in model.named_parameters()}
-    assert set(values) - own == missing
+    assert set(values) - own == missing, f"not as expected in the model: {sorted((set(values) - own) ^ missing)}"
     assert own <= set(values), f"not in the golden file: {sorted(own - set(values))}"
     kept = {name: value for name, value in values.items() if name in own}
     result = model.load_state_dict(kept, strict=False)
@@ -51,7 +51,7 @@ def load_parameters(model: Rewritten, values: Mapping[str, Tensor], missing: set
 
 
 def gradients(model: nn.Module, names: Mapping[str, str], params: Arrays) -> dict[str, Tensor]:
-    """`grad/<published name>` of all of `params`, in their published shapes; zeros where the model has no such parameter.
+    """`grad/<published name>` of all of `params`, in their published shapes; zeros where the model has no such one.
 
     `names`: published name -> name in `model`.
     """
