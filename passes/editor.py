@@ -188,7 +188,7 @@ class Editor:
         args, kwargs = map_arg((args, kwargs), value_of)
         mode: AbstractContextManager[object] = self._fake_mode or nullcontext()
         with mode, torch.no_grad():
-            return function(*args, **kwargs)
+            return getattr(function, "example", function)(*args, **kwargs)
 
     def _fake(self, value: torch.Tensor) -> object:
         if self._fake_mode is None:

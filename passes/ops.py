@@ -7,15 +7,30 @@ decided when the function runs; autocast is off inside; results have the dtype o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 Scalar = float | Tensor
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _example(example: Callable[..., Tensor]) -> Callable[[_F], _F]:
+    """Attach what the editor runs in place of the function to learn its result's shape and dtype.
+
+    For functions of a growing list of sources: to run them at every site would cost quadratic time.
+    """
+
+    def attach(function: _F) -> _F:
+        function.example = example  # type: ignore[attr-defined]
+        return function
+
+    return attach
 
 
 def _full_precision(x: Tensor) -> AbstractContextManager[object]:
@@ -66,6 +81,13 @@ def _routed(sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: flo
     return reduce(torch.add, [a * _wide(v) for a, v in zip(weights, sources, strict=True)])
 
 
+def _like_first_source(
+    sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    return torch.empty_like(sources[0], dtype=dtype)
+
+
+@_example(_like_first_source)
 def routed_read(
     sources: Sequence[Tensor],
     query: Tensor,
@@ -79,6 +101,7 @@ def routed_read(
         return _routed(sources, query, key_norm, eps, dim).to(dtype or sources[0].dtype)
 
 
+@_example(lambda h, *_: torch.empty_like(h))
 def delta_read(
     h: Tensor, sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int
 ) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
@@ -77,20 +77,32 @@ class Rewritten(fx.GraphModule):
         return super().__getattr__(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rewritten:
-        copied = super().__deepcopy__(memo)
-        assert isinstance(copied, Rewritten)
-        model = copy.deepcopy(self._origin.model, memo)
-        copied._origin = Origin(model, self._origin.plans, self._origin.eval_only)
+        copied = Rewritten(nn.Module(), fx.Graph())
+        memo[id(self)] = copied
+        for kept in _STATE:
+            getattr(copied, kept).update(copy.deepcopy(getattr(self, kept), memo))
+        copied.training = self.training
+        copied.graph = copy.deepcopy(self.graph, memo)
+        copied._origin = replace(self._origin, model=copy.deepcopy(self._origin.model, memo))
         copied._residual_map = self._residual_map  # what was found stays true; its nodes belong to no copy
         return copied
+
+
+_STATE = (
+    "_modules",
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+)
 
 
 def as_rewritten(captured: fx.GraphModule) -> Rewritten:
     """The captured graph (the same nodes) under a module of this class, on the same parameters, buffers and children."""
     result = Rewritten(nn.Module(), fx.Graph())
-    for kept in ("_modules", "_parameters", "_buffers", "_state_dict_hooks", "_load_state_dict_pre_hooks"):
+    for kept in _STATE:
         getattr(result, kept).update(getattr(captured, kept))
-    result._non_persistent_buffers_set.update(captured._non_persistent_buffers_set)
     result.training = captured.training
     result.graph = captured.graph
     return result
