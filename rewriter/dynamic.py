@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 # How many leading dimensions are left open, from bold to modest; None is all of them.
 _LEVELS: tuple[int | None, ...] = (None, 2, 1, 0)
 _LEVEL_TEXTS = {
-    None: "every dimension open",
+    None: "every dimension open (of a single image: the first two)",
     2: "the first two dimensions open",
     1: "the first dimension open",
     0: "fixed sizes",
@@ -75,7 +75,19 @@ def _default_shapes(
 ) -> dict[str, Any]:
     """The spec tree torch.export wants: one entry per given argument, by name."""
     bound = parameters.bind(*args, **kwargs)
+    if axes is None and _is_one_image((args, kwargs)):
+        axes = 2
     return {name: _open(value, axes) for name, value in bound.arguments.items()}
+
+
+def _is_one_image(call: Any) -> bool:
+    """The only tensor is of rank 4 or more: its batch is left open, its height and width only where they are asked for.
+
+    Windows, padding and pooling of a symbolic image size cost torch's shape solver minutes (swin: 6 s with the batch
+    open, over 300 s with all dimensions).
+    """
+    ranks = [leaf.dim() for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+    return len(ranks) == 1 and ranks[0] >= 4
 
 
 def _merged(default: dict[str, Any], asked: Mapping[str, Any], parameters: inspect.Signature) -> dict[str, Any]:

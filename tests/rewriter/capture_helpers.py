@@ -6,10 +6,11 @@ import copy
 from typing import Any
 
 import torch
-from resfx.capture import Captured, Folded, GraphedModule, capture, capture_folded
-from resfx.leaves import call_entries
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from resfx.capture import Captured, Folded, GraphedModule, capture, capture_folded
+from resfx.leaves import call_entries
 
 ADDS = ("add.Tensor", "add", "iadd", "slice_scatter.default")
 

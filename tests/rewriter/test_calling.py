@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from capture_helpers import fold_model
-from resfx.capture import CaptureError, DynamicDimSpecialized, GuardError, NotAModule, capture
 from torch import nn
+
+from resfx.capture import CaptureError, DynamicDimSpecialized, GuardError, NotAModule, capture
 
 
 @dataclass
@@ -66,7 +67,7 @@ def test_changes_of_a_constant_are_named() -> None:
         graphed(X, M)
     with pytest.raises(GuardError, match="`gain`"):
         graphed(X, gain=3.0)
-    with pytest.raises(GuardError, match="`pairs`|'pairs'"):
+    with pytest.raises(GuardError, match="pairs"):
         graphed(X, pairs=P)
     with pytest.raises(GuardError, match="dimensions"):
         graphed(X[0])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from capture_helpers import assert_same, fold_model, tensors
+
 from resfx.capture import CaptureError, capture
 
 CASES = Path(__file__).parent.parent / "cases"

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from capture_helpers import assert_same, fold_model, tensors
-from resfx.capture import capture
 from torch import nn
+
+from resfx.capture import capture
 
 transformers = pytest.importorskip("transformers")
 torchvision = pytest.importorskip("torchvision")

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from capture_helpers import tensors
-from resfx.capture import capture
 from torch import nn
+
+from resfx.capture import capture
 
 
 class Written(nn.Module):

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture_helpers import assert_same, fold_model
+from torch import nn
+
 from resfx.capture import CaptureError
 from resfx.modes import ModeSwitch
-from torch import nn
 
 
 class Block(nn.Module):
@@ -21,7 +22,7 @@ class Block(nn.Module):
         self.register_buffer("mean", torch.zeros(d))
         self.register_buffer("var", torch.ones(d))
 
-    def branch(self, b: torch.Tensor) -> torch.Tensor:  # noqa: PLR0911
+    def branch(self, b: torch.Tensor) -> torch.Tensor:
         kind = self.kind
         if kind == "dropout":
             return F.dropout(b, 0.3, self.training)
