@@ -30,7 +30,7 @@ from resfx.patterns.report import ResidualMap
 
 Step = Callable[[str], AbstractContextManager[None]]
 
-VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 256, 64, 128, 4, 3
+VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 256, 64, 128, 4, 2
 
 
 class DemoFailed(ResfxError):
