@@ -15,7 +15,7 @@ from resfx.find import find
 from resfx.passes import CheckError, EditError, Form, FormError
 from resfx.patterns import NoResidualFound, ResfxError, ResidualMap, Site, Stream
 from resfx.rewrite import RewriteError, rewrite
-from resfx.rewritten import EvalOnly, NotOnRewritten, Rewritten
+from resfx.rewritten import NotOnRewritten, Rewritten
 from resfx.selection import SelectionError
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "CheckError",
     "DynamicDimSpecialized",
     "EditError",
-    "EvalOnly",
     "Form",
     "FormError",
     "GuardError",

@@ -53,12 +53,17 @@ class GraphedModule(nn.Module):
     def graph(self) -> fx.Graph:
         return self._graph
 
+    @property
+    def trains(self) -> bool:
+        """Has the model a train mode? False where it could be captured in eval mode only."""
+        return not self._train_refusal
+
     def train(self, mode: bool = True) -> Self:
         """As `nn.Module.train`; raises CaptureError where the model could be captured in eval mode only."""
         if mode and self._train_refusal:
             raise CaptureError(
                 f"this model was captured in eval mode only: {self._train_refusal}."
-                " Train it with `resfx.attach`, which captures whatever runs."
+                " Rewrite a variant of the model that traces in train mode, for example without layer drop."
             )
         return super().train(mode)
 

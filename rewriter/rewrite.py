@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy as copying
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,7 @@ from resfx.find import capture_notes
 from resfx.folded_capture import capture_folded
 from resfx.passes import Applied, Form, FormError, Plan, Refusal, apply_all
 from resfx.patterns import NoResidualFound, ResfxError, ResidualMap, Searched, Stream, open_modules, refresh, search
-from resfx.rewritten import Origin, Rewritten, as_rewritten
+from resfx.rewritten import Origin, Rewritten
 from resfx.selection import Select, Streams, chosen_streams, predicate, require_match
 from resfx.verify import verify_capture
 
@@ -128,17 +128,24 @@ def _apply(
     folded = capture_folded(plain, call.args, call.kwargs, flat, opened, lambda c: seen.append(search(c.graph_module)))
     streams = _matched(found.streams, seen[-1].streams)
     verify_capture(plain, folded.captured, call.args, call.kwargs)
-    result = as_rewritten(folded.captured.graph_module)
-    streams = refresh(streams, folded.mapping, result.graph)
-    fresh = [Plan(streams[plan.stream.index], plan.form, plan.select, plan.warm_start) for plan in plans]
-    outcomes = apply_all(result, fresh)
-    result.recompile()
+    module = folded.captured.graph_module
+    streams = refresh(streams, folded.mapping, module.graph)
+    fresh = [replace(plan, stream=streams[plan.stream.index]) for plan in plans]
+    outcomes = apply_all(module, fresh)
     notes = list(dict.fromkeys([*capture_notes(flat), *folded.captured.notes]))
-    result._residual_map = _report(streams, found, outcomes, named, notes, result)
-    eval_only = None if folded.captured.mode == "train" else next((n for n in folded.captured.notes if "eval mode" in n), "")
-    applied = tuple(p for p, outcome in zip(fresh, outcomes, strict=True) if isinstance(outcome, Applied))
-    result._origin = Origin(plain, applied, eval_only)
-    result.train(plain.training and eval_only is None)
+    report = _report(streams, found, outcomes, named, notes, module)
+    applied = tuple(plan for plan, outcome in zip(fresh, outcomes, strict=True) if isinstance(outcome, Applied))
+    result = Rewritten(module, Origin(plain, applied), report)
+    return _with_flags(result, plain)
+
+
+def _with_flags(result: Rewritten, plain: nn.Module) -> Rewritten:
+    """Every module keeps the training flag it had; the root too, where the model has a train mode."""
+    flags = {path: module.training for path, module in plain.named_modules()}
+    for path, module in result.named_modules():
+        module.training = flags.get(path, plain.training)
+    if plain.training and not result.trains:
+        result.eval()
     return result
 
 
@@ -159,7 +166,7 @@ def _matched(first: list[Stream], second: list[Stream]) -> list[Stream]:
 
 
 def _report(
-    streams: list[Stream], found: Searched, outcomes: list[Applied | Refusal], named: set[int], notes: list[str], result: Rewritten
+    streams: list[Stream], found: Searched, outcomes: list[Applied | Refusal], named: set[int], notes: list[str], module: nn.Module
 ) -> ResidualMap:
     refused = {o.stream: o.reason for o in outcomes if isinstance(o, Refusal)}
     applied = [o for o in outcomes if isinstance(o, Applied)]
@@ -173,7 +180,7 @@ def _report(
     for outcome in applied:
         for kind, count in outcome.counts.items():
             changes[kind] = changes.get(kind, 0) + count
-    parameters = {name: tuple(result.get_parameter(name).shape) for o in applied for name in o.parameters}
+    parameters = {name: tuple(module.get_parameter(name).shape) for o in applied for name in o.parameters}
     forms = {o.stream: o.form for o in applied}
     return ResidualMap(streams, found.rejected, notes, refused, forms, parameters, changes)
 

@@ -1,4 +1,4 @@
-"""The result of a rewrite: a GraphModule on the user's own module tree that is called like the model it came from."""
+"""The result of a rewrite: the user's module tree, run by the rewritten graph, called like the model it came from."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Any
 
 from torch import fx, nn
 
+from resfx.graphed import GraphedModule
 from resfx.passes import Plan
 from resfx.patterns import ResfxError, ResidualMap
-
-
-class EvalOnly(ResfxError):
-    """The model was captured in eval mode because it does not trace in train mode."""
 
 
 class NotOnRewritten(ResfxError):
@@ -26,14 +23,14 @@ class Origin:
 
     model: nn.Module
     plans: tuple[Plan, ...]
-    eval_only: str | None
 
 
 # Read from the original model: what trainers and pipelines ask a model for.
 _PASSED_THROUGH = frozenset({"config", "device", "dtype"})
+_OWN = ("_origin", "_residual_map")
 
 
-class Rewritten(fx.GraphModule):
+class Rewritten(GraphedModule):
     """A rewritten model. Same call signature and output types as the original, whose submodules are its own children.
 
     New parameters live under `residual.<stream>.<site>.<name>`; `residual_map` tells what was found and changed.
@@ -41,6 +38,11 @@ class Rewritten(fx.GraphModule):
 
     _origin: Origin
     _residual_map: ResidualMap
+
+    def __init__(self, module: fx.GraphModule, origin: Origin, residual_map: ResidualMap) -> None:
+        super().__init__(module)
+        self.__dict__["_origin"] = origin
+        self.__dict__["_residual_map"] = residual_map
 
     @property
     def residual_map(self) -> ResidualMap:
@@ -51,24 +53,19 @@ class Rewritten(fx.GraphModule):
     def origin(self) -> Origin:
         """The model it was made from, with its root parameters and buffers as they are here."""
         model = self._origin.model
-        model._parameters.update({n: p for n, p in self._parameters.items() if n in model._parameters})
-        model._buffers.update({n: b for n, b in self._buffers.items() if n in model._buffers})
-        model._modules.update({n: m for n, m in self._modules.items() if n in model._modules})
+        for own, original in (
+            (self._parameters, model._parameters),
+            (self._buffers, model._buffers),
+            (self._modules, model._modules),
+        ):
+            original.update({name: value for name, value in own.items() if name in original})  # type: ignore[arg-type]
         return self._origin
-
-    def train(self, mode: bool = True) -> Rewritten:
-        """As nn.Module.train. Errors: EvalOnly where the model could be captured in eval mode only."""
-        reason = self._origin.eval_only if "_origin" in self.__dict__ else None
-        if mode and reason is not None:
-            raise EvalOnly(f"this model was rewritten in eval mode and has no train mode: {reason}")
-        super().train(mode)
-        return self
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Not here: a captured graph has no key-value cache. Errors: NotOnRewritten."""
         raise NotOnRewritten(
-            "a rewritten model has no generate(): its graph was captured without a cache. "
-            "Use resfx.attach(model, form, args, kwargs), which keeps the model object and its generate()."
+            "a rewritten model has no generate(): its graph was captured without a cache. That is the job of the live mode, "
+            "resfx.attach, which this version does not have yet; until then call the model on the whole sequence for every token."
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -77,32 +74,12 @@ class Rewritten(fx.GraphModule):
         return super().__getattr__(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rewritten:
-        copied = Rewritten(nn.Module(), fx.Graph())
-        memo[id(self)] = copied
-        for kept in _STATE:
-            getattr(copied, kept).update(copy.deepcopy(getattr(self, kept), memo))
-        copied.training = self.training
-        copied.graph = copy.deepcopy(self.graph, memo)
-        copied._origin = replace(self._origin, model=copy.deepcopy(self._origin.model, memo))
-        copied._residual_map = self._residual_map  # what was found stays true; its nodes belong to no copy
+        own = {name: self.__dict__.pop(name) for name in _OWN}  # they hold nodes of a graph, which can't be copied
+        try:
+            copied = super().__deepcopy__(memo)
+        finally:
+            self.__dict__.update(own)
+        model = copy.deepcopy(self._origin.model, memo)
+        copied.__dict__.update(_origin=replace(self._origin, model=model), _residual_map=self._residual_map)
+        assert isinstance(copied, Rewritten)
         return copied
-
-
-_STATE = (
-    "_modules",
-    "_parameters",
-    "_buffers",
-    "_non_persistent_buffers_set",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-)
-
-
-def as_rewritten(captured: fx.GraphModule) -> Rewritten:
-    """The captured graph (the same nodes) under a module of this class, on the same parameters, buffers and children."""
-    result = Rewritten(nn.Module(), fx.Graph())
-    for kept in _STATE:
-        getattr(result, kept).update(getattr(captured, kept))
-    result.training = captured.training
-    result.graph = captured.graph
-    return result
