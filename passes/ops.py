@@ -20,7 +20,7 @@ Scalar = float | Tensor
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _example(example: Callable[..., Tensor]) -> Callable[[_F], _F]:
+def _example(example: Callable[..., object]) -> Callable[[_F], _F]:
     """Attach what the editor runs in place of the function to learn its result's shape and dtype.
 
     For functions of a growing list of sources: to run them at every site would cost quadratic time.
@@ -81,6 +81,10 @@ def _routed(sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: flo
     return reduce(torch.add, [a * _wide(v) for a, v in zip(weights, sources, strict=True)])
 
 
+def _like_state(h: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(h)
+
+
 def _like_first_source(
     sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -101,7 +105,7 @@ def routed_read(
         return _routed(sources, query, key_norm, eps, dim).to(dtype or sources[0].dtype)
 
 
-@_example(lambda h, *_: torch.empty_like(h))
+@_example(_like_state)
 def delta_read(
     h: Tensor, sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int
 ) -> Tensor:
@@ -120,18 +124,21 @@ def expand_source(vector: Tensor, h: Tensor, dim: int) -> Tensor:
     return _along(vector, h, dim).expand_as(h)
 
 
+@_example(_like_state)
 def scalar_gate(h: Tensor, read: Tensor, logit: Tensor) -> Tensor:
     """(1 - g) h + g read, g = sigmoid(logit []). """
     with _full_precision(h):
         return _blend(h, read, torch.sigmoid(_wide(logit)))
 
 
+@_example(_like_state)
 def vector_gate(h: Tensor, read: Tensor, weight: Tensor, bias: Tensor, dim: int) -> Tensor:
     """(1 - g) h + g read, g = sigmoid(weight [D, D] h + bias [D])."""
     with _full_precision(h):
         return _blend(h, read, _channel_gate(h, weight, bias, dim))
 
 
+@_example(_like_state)
 def blend(plain: Tensor, value: Tensor, amount: Tensor) -> Tensor:
     """plain + amount (value - plain), amount []: the warm start, and Delta's alpha gate."""
     with _full_precision(plain):
@@ -148,6 +155,7 @@ def _channel_gate(h: Tensor, weight: Tensor, bias: Tensor, dim: int) -> Tensor:
     return torch.sigmoid(_linear(wide, _wide(weight), dim) + _along(_wide(bias), wide, dim))
 
 
+@_example(_like_state)
 def review_write(
     h: Tensor, u: Tensor, weight: Tensor, bias: Tensor, eps: float, dim: int, factor: float = 1.0
 ) -> Tensor:
@@ -161,6 +169,7 @@ def review_write(
         return (wide_h + factor * gate * wide_u).to(h.dtype)
 
 
+@_example(_like_state)
 def highway_write(h: Tensor, u: Tensor, weight: Tensor, bias: Tensor, dim: int, factor: float = 1.0) -> Tensor:
     """h + factor g u, g = sigmoid(W h + b), W [D, D], b [D]."""
     with _full_precision(h):
@@ -168,17 +177,20 @@ def highway_write(h: Tensor, u: Tensor, weight: Tensor, bias: Tensor, dim: int, 
         return (_wide(h) + factor * gate * _wide(u)).to(h.dtype)
 
 
+@_example(_like_state)
 def convex_highway_write(h: Tensor, u: Tensor, weight: Tensor, bias: Tensor, dim: int) -> Tensor:
     """(1 - g) h + g u, g = sigmoid(W h + b), W [D, D], b [D]."""
     with _full_precision(h):
         return _blend(h, u, _channel_gate(h, weight, bias, dim))
 
 
+@_example(_like_state)
 def scaled_write(h: Tensor, u: Tensor, factor: float) -> Tensor:
     """h + factor u."""
     return (h + factor * u).to(h.dtype)
 
 
+@_example(_like_state)
 def learned_scaled_write(h: Tensor, u: Tensor, lam: Tensor, divisor: float) -> Tensor:
     """h + lam / divisor * u, lam []. The divisor is rounded to lam's dtype, so that lam = divisor means exactly 1."""
     with _full_precision(h):
@@ -186,6 +198,12 @@ def learned_scaled_write(h: Tensor, u: Tensor, lam: Tensor, divisor: float) -> T
         return (_wide(h) + factor * _wide(u)).to(h.dtype)
 
 
+def _like_pool(streams: Sequence[Tensor], *rest: object) -> Tensor:
+    dtype = rest[3] if len(rest) > 3 and isinstance(rest[3], torch.dtype) else None
+    return torch.empty_like(streams[0], dtype=dtype)
+
+
+@_example(_like_pool)
 def pool(
     streams: Sequence[Tensor], w_alpha: Tensor, eps: float, dim: int, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -196,6 +214,12 @@ def pool(
         return pooled.to(dtype or streams[0].dtype)
 
 
+def _like_streams(streams: Sequence[Tensor], *rest: object) -> list[Tensor]:
+    dtype = rest[5] if len(rest) > 5 and isinstance(rest[5], torch.dtype) else streams[0].dtype
+    return [torch.empty_like(stream, dtype=dtype) for stream in streams]
+
+
+@_example(_like_streams)
 def independent_mix(
     streams: Sequence[Tensor],
     u: Tensor,
@@ -212,6 +236,7 @@ def independent_mix(
         return _mixed(streams, u, gates, dtype or streams[0].dtype)
 
 
+@_example(_like_streams)
 def competitive_mix(
     streams: Sequence[Tensor],
     u: Tensor,

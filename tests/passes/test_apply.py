@@ -9,6 +9,7 @@ import pytest
 import torch
 from passes_reference import EventModel, reference
 from passes_toys import Toy, capture, perturb, relative, stream_of
+from test_events import FORMS as EXAMPLES
 from test_events import MODELS, build, compare
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -322,6 +323,27 @@ def test_the_result_exports_again(form: Form) -> None:
     program = torch.export.export(graph_module, (x,), strict=False)
     assert relative(program.module()(x), graph_module(x)) < 1e-14
     assert not [n for n in program.graph.nodes if "autocast" in n.name]
+
+
+@pytest.mark.parametrize("form", EXAMPLES, ids=text)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_example_values_are_what_runs(form: Form, dtype: torch.dtype) -> None:
+    """Shapes and dtypes that the ops foretell are the ones they return."""
+    torch.manual_seed(0)
+    model, x = Toy(layers=4, d=16).to(dtype), torch.randn(3, 5, 16).to(dtype)
+    graph_module = capture(model, x, dialect="fx")
+    assert apply(graph_module, stream_of(graph_module), form)
+
+    class Compare(torch.fx.Interpreter):
+        def run_node(self, n: torch.fx.Node) -> object:
+            value = super().run_node(n)
+            if "resfx" in n.meta.get("custom", {}):
+                example = n.meta["val"]
+                pairs = zip(value, example, strict=True) if isinstance(value, list) else [(value, example)]
+                assert all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs), n
+            return value
+
+    Compare(graph_module).run(x)
 
 
 def test_the_result_compiles_without_a_break() -> None:
