@@ -21,6 +21,10 @@ FORMS: dict[str, Callable[[], resfx.Form]] = {
 }
 
 
+# Where transformers returns a key/value cache or a state, which a rewritten model does not keep.
+CACHE_FIELDS = {"past_key_values", "cache", "cache_params"}
+
+
 def cases() -> Iterator[Any]:
     """Every (model, form, start). The default run takes one form a model, in rotation, started warm; the small ones plain too."""
     for number, (name, entry) in enumerate(ZOO.items()):
@@ -47,7 +51,7 @@ def run(model: nn.Module, args: Any, kwargs: Any) -> dict[str, Tensor]:
     named = {
         pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()
     }
-    return {path: value for path, value in named.items() if "past_key_values" not in path}
+    return {path: value for path, value in named.items() if not any(field in path for field in CACHE_FIELDS)}
 
 
 @torch.no_grad()
