@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models_zoo import SLOW_TO_CAPTURE, ZOO
+from models_zoo import ZOO
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -30,9 +30,7 @@ def cases() -> Iterator[Any]:
     for number, (name, entry) in enumerate(ZOO.items()):
         for position, form in enumerate(FORMS):
             for start in ("warm", "plain"):
-                chosen = (
-                    position == number % len(FORMS) and name not in SLOW_TO_CAPTURE and (start == "warm" or entry.small)
-                )
+                chosen = position == number % len(FORMS) and (start == "warm" or entry.small)
                 marks = [] if chosen else [pytest.mark.slow]
                 yield pytest.param((name, form, start), id=f"{name}-{form}-{start}", marks=marks)
 

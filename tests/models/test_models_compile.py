@@ -45,7 +45,7 @@ def check_against(eager: nn.Module, compiled: nn.Module, args: Any, kwargs: Any)
 
 @pytest.mark.parametrize(("name", "form"), pairs())
 def test_compile(name: str, form: str) -> None:
-    """As a user calls it: the first batch size is compiled as it is, the second one opens it, and the others compile nothing."""
+    """As a user calls it: the first batch size is compiled as it is, the second opens it, then none is compiled."""
     result = rewritten(name, form)
     compiled = torch.compile(result, fullgraph=True)
     for batch in (2, 3):

@@ -6,11 +6,9 @@ import linecache
 from collections import Counter
 
 import pytest
-from models_zoo import SLOW_TO_CAPTURE, ZOO
+from models_zoo import ZOO
 
 import resfx
-
-NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_TO_CAPTURE else []) for name in ZOO]
 
 
 def text_of(source: str) -> str:
@@ -19,7 +17,7 @@ def text_of(source: str) -> str:
     return linecache.getline(file, int(line)).strip() if source else ""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ZOO)
 def test_find(name: str) -> None:
     entry = ZOO[name]
     model, args, kwargs = entry.build()

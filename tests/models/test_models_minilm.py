@@ -1,4 +1,4 @@
-"""A pretrained model: all-MiniLM-L6-v2 from an installed package, rewritten warm: the same sentence embeddings, in PyTorch and ONNX Runtime."""
+"""A pretrained model: all-MiniLM-L6-v2 from an installed package, warm: the same sentence embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ONNX of rewritten models: checked by the export itself, and once more here in ONNX Runtime on a batch the export has not seen."""
+"""ONNX of rewritten models: checked by the export itself, and here in ONNX Runtime on sizes it has not seen."""
 
 from __future__ import annotations
 

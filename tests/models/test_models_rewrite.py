@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from models_steps import CACHE_FIELDS, FORMS, cases, distance, equal, loss_of, new_parameters, outputs, perturb, restored, run
+from models_steps import (
+    CACHE_FIELDS,
+    FORMS,
+    cases,
+    distance,
+    equal,
+    loss_of,
+    new_parameters,
+    outputs,
+    perturb,
+    restored,
+    run,
+)
 from models_zoo import ZOO, Entry
 from torch import Tensor, nn
 
@@ -68,7 +80,7 @@ def called_modules(model: nn.Module, names: set[str], args: Any, kwargs: Any) ->
 
 
 def test_the_leaves_are_the_users_own(case: Rewrite) -> None:
-    """Same classes under the same names, and called where the model calls them: an adapter or a quantiser finds its nn.Linear."""
+    """Same classes under the same names, called where the model calls them: an adapter finds its nn.Linear."""
     for name, module in case.model.named_modules():
         if name:
             assert type(case.result.get_submodule(name)) is type(module), name
@@ -99,7 +111,7 @@ def test_start(case: Rewrite) -> None:
 
 
 def reference(case: Rewrite, args: Any, kwargs: Any) -> dict[str, Tensor]:
-    """What the result must give for a batch: what the model gives, or, not started warm, what its first two rows and the others give apart."""
+    """What the result must give: what the model gives; not started warm, what its rows give in two parts."""
     if case.warm:
         return outputs(case.model, args, kwargs)
 
@@ -172,7 +184,7 @@ def trained_by(case: Rewrite) -> set[str]:
 def test_deepcopy(case: Rewrite) -> None:
     before = outputs(case.result, case.args, case.kwargs)
     copied = copy.deepcopy(case.result)
-    assert type(copied) is type(case.result)
+    assert isinstance(copied, resfx.Rewritten)
     assert copied.residual_map.parameters == case.result.residual_map.parameters
     assert equal(outputs(copied, case.args, case.kwargs), before)
     with torch.no_grad():

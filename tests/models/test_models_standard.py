@@ -1,4 +1,4 @@
-"""The plain residual through the same road: the model itself, bit for bit, in eval and in train mode, buffers included."""
+"""The plain residual by the same road: the model itself, bit for bit, in eval and train mode, buffers included."""
 
 from __future__ import annotations
 
