@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import networkx as nx
 from torch.fx import Graph, Node
 
 from resfx.patterns import dialect
 from resfx.patterns.dialect import ACTIVATION, LAYOUT, NORM, POINTWISE, data_inputs, op_name
+from resfx.patterns.dominators import immediate_dominators
 from resfx.patterns.facts import Facts, identity_operand
 from resfx.patterns.streams import Cast, Event, Layout, Scale, Side, Site, Term, Transition
 from resfx.patterns.sums import terms_of
@@ -28,13 +28,21 @@ class Chain:
         self._graph = graph
         self._facts = facts
         self._steps: dict[Node, Event | None] = {}
-        self._dominators: dict[Node, Node] | None = None
+        self._origins: dict[Node, Node] = {}  # where the chain of a state starts, as the results are now
+        self._dominators: dict[Node | None, Node | None] | None = None
         self.results: dict[Node, Site] = {}
         self.owner: dict[Site, object] = {}  # the stream that holds a site, while the search runs
         self.controlled: dict[Node, tuple[Node, tuple[Site, ...]]] = {}  # output of torch.cond -> state that entered, sites inside
 
-    def forget(self, node: Node) -> None:
-        self._steps.pop(node, None)
+    def add_result(self, site: Site) -> None:
+        """`site.result` is a state from here on: no chain goes through it."""
+        self.results[site.result] = site
+        self._steps.pop(site.result, None)
+        self._origins.clear()
+
+    def drop_result(self, site: Site) -> None:
+        del self.results[site.result]
+        self._origins.clear()
 
     def step(self, node: Node) -> Event | None:
         """The event that ends in `node`, or None at a site's result and where nothing is known to carry the state."""
@@ -53,10 +61,15 @@ class Chain:
 
     def origin(self, node: Node) -> Site | None:
         """The site whose result `node` carries on, through casts, scales, side adds and transitions."""
-        last = node
-        for event in self.walk(node):
-            last = event.before
-        return self.results.get(last)
+        passed = [node]
+        while passed[-1] not in self._origins:
+            event = self.step(passed[-1])
+            if event is None:
+                break
+            passed.append(event.before)
+        first = self._origins.get(passed[-1], passed[-1])
+        self._origins.update(dict.fromkeys(passed, first))
+        return self.results.get(first)
 
     def _find_step(self, node: Node) -> Event | None:
         if node in self.controlled:
@@ -161,19 +174,5 @@ class Chain:
 
     def _immediate_dominator(self, node: Node) -> Node | None:
         if self._dominators is None:
-            self._dominators = _dominators(self._graph, self._facts.static)
-        top = self._dominators.get(node)
-        return top if isinstance(top, Node) and top is not node else None
-
-
-def _dominators(graph: Graph, static: set[Node]) -> dict[Node, Node]:
-    """Immediate dominators over the edges that carry data, from one virtual root above all inputs."""
-    flow = nx.DiGraph()
-    root = "root"
-    for node in graph.nodes:
-        sources = [i for i in data_inputs(node) if i not in static]
-        flow.add_edges_from((s, node) for s in sources)
-        if not sources:
-            flow.add_edge(root, node)
-    found = nx.immediate_dominators(flow, root)
-    return {n: top for n, top in found.items() if top != root and n != root}
+            self._dominators = immediate_dominators(self._graph, self._facts.static)
+        return self._dominators[node]

@@ -68,14 +68,25 @@ class Facts:
         return self._bits.setdefault(carrier, 1 << len(self._bits))
 
     def visit(self, node: Node) -> None:
-        inputs = list(data_inputs(node))
+        inputs = list(data_inputs(node)) if dialect.is_floating(node) else []  # indices, masks and sizes carry no state
+        depends = direct = learned = learned_direct = 0
+        for i in inputs:
+            if i not in self._depends:
+                continue
+            depends |= self._depends[i]
+            direct |= self._direct[i]
+            learned |= self._learned[i]
+            learned_direct |= self._learned_direct[i]
         own = self._bits.get(node, 0)
-        if not dialect.is_floating(node):
-            inputs = []  # indices, masks and sizes carry no state
-        self._depends[node] = own | self._union(self._depends, inputs)
-        self._direct[node] = own | self._union(self._direct, inputs)
-        self._learned[node] = self._union(self._learned, inputs) | self._mapped(node, inputs, self._depends)
-        self._learned_direct[node] = self._union(self._learned_direct, inputs) | self._mapped(node, inputs, self._direct)
+        if not depends and not own:
+            return  # no entry: nothing to hand on
+        if self._unweighted:
+            learned, learned_direct = learned | depends, learned_direct | direct
+        elif self._is_contraction(node):
+            learned |= self._product(inputs, self._depends)
+            learned_direct |= self._product(inputs, self._direct)
+        self._depends[node], self._direct[node] = own | depends, own | direct
+        self._learned[node], self._learned_direct[node] = learned, learned_direct
         if node in self._masks:
             self._apply_mask(node)
 
@@ -93,20 +104,13 @@ class Facts:
         if node.op != "output" and all(i in self.static for i in node.all_input_nodes):
             self.static.add(node)
 
-    def _mapped(self, node: Node, inputs: Iterable[Node], depends: dict[Node, int]) -> int:
-        """Carriers that meet a weight in `node`: a product in which the other operand comes from a Parameter."""
-        if self._unweighted:
-            return self._union(depends, inputs)
-        if not self._is_contraction(node):
-            return 0
-        return self._product(list(inputs), depends)
-
     def _product(self, operands: list[Node], depends: dict[Node, int]) -> int:
+        """Carriers that meet a weight in a product: the other operand comes from a Parameter."""
         found = 0
         for weight in operands:
             if weight in self.parametric:
                 others = self._union(depends, (o for o in operands if o is not weight))
-                found |= others & ~depends[weight]
+                found |= others & ~depends.get(weight, 0)
         return found
 
     def _is_contraction(self, node: Node) -> bool:
@@ -130,6 +134,15 @@ class Facts:
 
     def term_depends(self, term: Term, carrier: Node) -> bool:
         return any(self.depends(o, carrier) for o in term.operands)
+
+    def shared(self, terms: Iterable[Term]) -> int:
+        """The bits of all carriers that two or more of the terms are computed from."""
+        seen = shared = 0
+        for term in terms:
+            bits = self._union(self._depends, term.operands)
+            shared |= seen & bits
+            seen |= bits
+        return shared
 
     def learned(self, term: Term, carrier: Node, direct: bool = True) -> bool:
         """Is the term computed from `carrier` through a weight; `direct`: on a path that no foreign stream's state cuts?"""

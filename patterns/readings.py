@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import Graph, Node
 
@@ -83,28 +83,33 @@ class Sums:
         return self._readings[term]
 
     def _read(self, term: Term) -> Iterator[Reading]:
-        if term.op == "value":
-            yield from self._follow(term, term.operands[0], (), term.scale != 1, ())
+        """Through identities and scales, and through slices of a larger state; each value once, however many ways lead there."""
+        todo = [Reading(term, term.operands[0], (), term.scale != 1)] if term.op == "value" else []
+        seen: set[Node] = set()
+        while todo:
+            reading = todo.pop()
+            if reading.carrier in seen:
+                continue
+            seen.add(reading.carrier)
+            is_sum = reading.carrier in self.direct
+            operand = None if is_sum else identity_operand(reading.carrier)
+            if operand is not None:
+                todo.append(replace(reading, carrier=operand))
+                continue
+            yield reading
+            if not is_sum:
+                todo.extend(reversed(list(self._behind(reading))))
 
-    def _follow(
-        self, term: Term, node: Node, region: tuple[Node, ...], scaled: bool, factors: tuple[Node, ...]
-    ) -> Iterator[Reading]:
-        """All readings of the value behind `node`: through identities and scales, and through slices of a larger state."""
-        is_sum = node in self.direct
-        operand = None if is_sum else identity_operand(node)
-        if operand is not None:
-            yield from self._follow(term, operand, region, scaled, factors)
-            return
-        yield Reading(term, node, region, scaled, factors)
-        if is_sum:
-            return
+    def _behind(self, reading: Reading) -> Iterator[Reading]:
+        node = reading.carrier
         for operand, factor, _ in self._chain.scaled_operands(node):
             if not isinstance(factor, Node) or dialect.same_shape(operand, node):
-                more = (factor,) if isinstance(factor, Node) and factor not in self._facts.static else ()
-                yield from self._follow(term, operand, region, True, factors + more)
+                varies = isinstance(factor, Node) and factor not in self._facts.static
+                factors = (*reading.factors, factor) if varies else reading.factors
+                yield replace(reading, carrier=operand, scaled=True, factors=factors)
         base = slice_base(node) if op_name(node) in SLICE else None
         if base is not None:
-            yield from self._follow(term, base, (node, *region), scaled, factors)
+            yield replace(reading, carrier=base, region=(node, *reading.region))
 
     def flatten(self, node: Node, across_modules: bool) -> list[Term]:
         """The terms of `node`; an operand that is a sum nobody else reads, and no site, gives its own terms.

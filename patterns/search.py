@@ -58,6 +58,8 @@ class Search:
             self._facts.visit(node)
             if node in self._sums.direct:
                 self._judge(node)
+            elif op_name(node) == "mul":
+                self._chain.step(node)  # in graph order, like the sums: what a step asks about earlier ones is known
             elif op_name(node) == "cond":
                 self._enter_cond(node)
         self._drop_lone_merges()
@@ -99,12 +101,14 @@ class Search:
 
     def _find_site(self, node: Node, terms: list[Term]) -> Candidate | Rejected | None:
         varying = [t for t in terms if any(o not in self._facts.static for o in t.operands)]
+        shared = self._facts.shared(terms)
         misses: list[Rejected] = []
         found: list[Candidate] = []
         for term in terms if varying else ():
-            others = tuple(t for t in terms if t is not term)
             for reading in self._sums.readings(term):
-                outcome = self._try(node, reading, others)
+                if not self._facts.bit(reading.carrier) & shared:
+                    continue  # no other term has to do with that state
+                outcome = self._try(node, reading, tuple(t for t in terms if t is not term))
                 if isinstance(outcome, Candidate):
                     found.append(outcome)
                     break

@@ -156,6 +156,8 @@ def flatten(terms: list[Term], inner: dict[Node, list[Term]]) -> list[Term]:
 
 
 def _rescale(terms: list[Term], factor: float | Node) -> list[Term] | None:
+    if factor == 1:
+        return terms
     if isinstance(factor, Node):
         return None
     scales = [_scaled(term.scale, factor) for term in terms]

@@ -68,8 +68,7 @@ class Threads:
         thread.sites.append(site)
         self._of[site] = thread
         self._chain.owner[site] = thread
-        self._chain.results[site.result] = site
-        self._chain.forget(site.result)
+        self._chain.add_result(site)
         if thread.entry is None:
             thread.entry = self.carrier[site]
             thread.prefix = self._prefix(thread.entry)
@@ -78,12 +77,12 @@ class Threads:
 
     def grow(self, site: Site, node: Node, others: tuple[Term, ...], branches: tuple[Term, ...]) -> None:
         """The outer add `node` completes the site: its terms are branches of the same state."""
-        del self._chain.results[site.result]
+        self._chain.drop_result(site)
         site.node = site.result = node
         site.terms += others
         site.branches += self._branch_values(node, branches, self.carrier[site])
         site.path, site.source = dialect.module_path(node), dialect.source_of(node)
-        self._chain.results[node] = site
+        self._chain.add_result(site)
         thread = self._of[site]
         thread.states.add(node)
         if thread.entry is not None:
@@ -96,10 +95,10 @@ class Threads:
         if before is None or before.refused:  # a refused slice ends in a state of another shape
             return self._new_thread()
         thread = self._of[before]
+        if before is thread.sites[-1]:
+            return thread
         position = thread.sites.index(before)
         later = thread.sites[position + 1 :]
-        if not later:
-            return thread
         if later[0].result not in region:
             return self._new_thread()
         nested = self._new_thread()
