@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import reduce
 from operator import or_
+from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
@@ -38,6 +39,14 @@ def _whole_slice(node: Node) -> bool:
 
 def _of_dropout(node: Node) -> bool:
     return isinstance(node.args[0], Node) and op_name(node.args[0]) == "native_dropout" and node.args[1] == 0
+
+
+class Reach(NamedTuple):
+    """Bits of carriers that a value is computed from: at all, and through a weight (`direct`: past no foreign stream's state)."""
+
+    depends: int
+    direct: int
+    learned: int
 
 
 class Facts:
@@ -132,30 +141,28 @@ class Facts:
     def depends(self, node: Node, carrier: Node) -> bool:
         return bool(self._depends.get(node, 0) & self._bits.get(carrier, 0))
 
-    def term_depends(self, term: Term, carrier: Node) -> bool:
-        return any(self.depends(o, carrier) for o in term.operands)
-
-    def shared(self, terms: Iterable[Term]) -> int:
-        """The bits of all carriers that two or more of the terms are computed from."""
-        seen = shared = 0
-        for term in terms:
-            bits = self._union(self._depends, term.operands)
-            shared |= seen & bits
-            seen |= bits
-        return shared
+    def reach(self, term: Term) -> Reach:
+        """All that the term is computed from, asked for once where many carriers are tried."""
+        depends = self._union(self._depends, term.operands)
+        return Reach(depends, self._learned_bits(term, direct=True), self._learned_bits(term, direct=False))
 
     def learned(self, term: Term, carrier: Node, direct: bool = True) -> bool:
         """Is the term computed from `carrier` through a weight; `direct`: on a path that no foreign stream's state cuts?"""
+        return bool(self._learned_bits(term, direct) & self._bits.get(carrier, 0))
+
+    def _learned_bits(self, term: Term, direct: bool) -> int:
         table, depends = (self._learned_direct, self._direct) if direct else (self._learned, self._depends)
         bits = self._union(table, term.operands)
-        if term.op in ("mm", "bmm") or self._unweighted:
-            operands = list(term.operands)
-            bits |= self._union(depends, operands) if self._unweighted else self._product(operands, depends)
-        return bool(bits & self._bits.get(carrier, 0))
+        if self._unweighted:
+            return bits | self._union(depends, term.operands)
+        return bits | self._product(list(term.operands), depends) if term.op in ("mm", "bmm") else bits
 
-    def mask_foreign(self, state: Node, entry: Node, own: Iterable[Node]) -> None:
-        """What `state` was computed from counts as direct, from here on, only where it reached its stream's entry or own states."""
-        self._masks[state] = self._direct.get(entry, 0) | self._union(self._bits, own) | self._bits.get(state, 0)
+    def bits_of(self, carriers: Iterable[Node]) -> int:
+        return self._union(self._bits, carriers)
+
+    def mask_foreign(self, state: Node, entry: Node, own: int) -> None:
+        """`state` counts as computed, from here on, from what its stream's entry and own states (their bits) were made of."""
+        self._masks[state] = self._direct.get(entry, 0) | own | self._bits.get(state, 0)
         if state in self._direct:
             self._apply_mask(state)
 

@@ -15,6 +15,8 @@ from resfx.patterns.slices import slice_base
 from resfx.patterns.streams import Term
 from resfx.patterns.sums import flatten, terms_of
 
+_WIDEST = 32  # terms: a longer sum is an accumulator, and comparing all of its terms at every step would take quadratic time
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -104,8 +106,8 @@ class Sums:
         node = reading.carrier
         for operand, factor, _ in self._chain.scaled_operands(node):
             if not isinstance(factor, Node) or dialect.same_shape(operand, node):
-                varies = isinstance(factor, Node) and factor not in self._facts.static
-                factors = (*reading.factors, factor) if varies else reading.factors
+                varying = (factor,) if isinstance(factor, Node) and factor not in self._facts.static else ()
+                factors = reading.factors + varying
                 yield replace(reading, carrier=operand, scaled=True, factors=factors)
         base = slice_base(node) if op_name(node) in SLICE else None
         if base is not None:
@@ -114,12 +116,14 @@ class Sums:
     def flatten(self, node: Node, across_modules: bool) -> list[Term]:
         """The terms of `node`; an operand that is a sum nobody else reads, and no site, gives its own terms.
 
-        A sum made in another module is first taken as one value: routed and shared experts are one branch.
+        A sum made in another module is first taken as one value: routed and shared experts are one branch. So is a very long one.
         """
         inner = {}
         for term in self.direct[node]:
             operand = term.operands[0]
             if operand not in self.flat or operand in self._chain.results or data_users(operand) != 1:
+                continue
+            if len(self.flat[operand]) > _WIDEST:
                 continue
             if across_modules or dialect.module_path(operand) == dialect.module_path(node):
                 inner[operand] = self.flat[operand]

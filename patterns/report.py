@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +63,7 @@ class ResidualMap:
         return "\n".join(lines) if lines else f"no sum of two or more computed terms at {path!r}"
 
     def _site_line(self, stream: Stream, site: Site) -> str:
-        text = f"{site.source or site.node.name}: site {site.index} of stream {stream.index} ({site.kind}, {len(site.branches)} branch)"
+        text = f"{site.source or site.node.name}: site {site.index} of stream {stream.index} ({site.kind}, {_branches(site)})"
         why = site.refused or stream.refused
         return f"{text}; not rewritable: {why}" if why else text
 
@@ -92,10 +92,14 @@ class ResidualMap:
         for note in self.notes:
             console.print(f"note: {note}")
         if self.rejected:
-            console.print(f"{len(self.rejected)} sums are no residual update; explain(path) tells why")
+            console.print(f"sums that are no residual update: {len(self.rejected)}; explain(path) tells why")
         out = console.file
         assert isinstance(out, io.StringIO)
         return out.getvalue().rstrip()
+
+
+def _branches(site: Site) -> str:
+    return "1 branch" if len(site.branches) == 1 else f"{len(site.branches)} branches"
 
 
 def _is_at(site: Site, path: str) -> bool:
@@ -128,7 +132,7 @@ def _stream_dict(stream: Stream) -> dict[str, Any]:
 
 
 def _stream_table(found: ResidualMap) -> Table:
-    table = Table(title=f"{len(found.streams)} residual streams, {len(found.sites)} sites", title_justify="left")
+    table = Table(title=f"{_count(found.streams, 'residual stream')}, {_count(found.sites, 'site')}", title_justify="left")
     for name in ("stream", "shape", "sites", "branches L", "feature axis", "starts at", "state"):
         table.add_column(name, overflow="fold")
     for stream in found.streams:
@@ -136,6 +140,10 @@ def _stream_table(found: ResidualMap) -> Table:
         axis = "?" if stream.axis is None else str(stream.axis)
         table.add_row(str(stream.index), _shape(stream.shape), str(len(stream.sites)), str(stream.distinct_branches), axis, _where(stream.entry), state)
     return table
+
+
+def _count(items: Sized, name: str) -> str:
+    return f"{len(items)} {name}" if len(items) == 1 else f"{len(items)} {name}s"
 
 
 def _where(node: Node) -> str:

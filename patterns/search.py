@@ -6,7 +6,7 @@ Sums are taken in graph order, once. What is no site though it looks like one is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch.fx import Graph, GraphModule, Node
@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from resfx.patterns import dialect
 from resfx.patterns.chain import Chain
 from resfx.patterns.dialect import op_name
-from resfx.patterns.facts import Facts
+from resfx.patterns.facts import Facts, Reach
 from resfx.patterns.readings import Candidate, Reading, Sums, data_users
 from resfx.patterns.rejected import Rejected
 from resfx.patterns.resolution import Resolution
@@ -101,14 +101,15 @@ class Search:
 
     def _find_site(self, node: Node, terms: list[Term]) -> Candidate | Rejected | None:
         varying = [t for t in terms if any(o not in self._facts.static for o in t.operands)]
-        shared = self._facts.shared(terms)
+        reached = [(t, self._facts.reach(t)) for t in terms]
+        shared = _in_two(reach.depends for _, reach in reached)
         misses: list[Rejected] = []
         found: list[Candidate] = []
         for term in terms if varying else ():
             for reading in self._sums.readings(term):
                 if not self._facts.bit(reading.carrier) & shared:
                     continue  # no other term has to do with that state
-                outcome = self._try(node, reading, tuple(t for t in terms if t is not term))
+                outcome = self._try(node, reading, [(t, reach) for t, reach in reached if t is not term])
                 if isinstance(outcome, Candidate):
                     found.append(outcome)
                     break
@@ -127,14 +128,14 @@ class Search:
         continues = self._chain.origin(candidate.start) is not None
         return candidate.direct, continues, -self._facts.order[candidate.source]
 
-    def _try(self, node: Node, reading: Reading, others: tuple[Term, ...]) -> Candidate | Rejected | None:
+    def _try(self, node: Node, reading: Reading, others: list[tuple[Term, Reach]]) -> Candidate | Rejected | None:
         """Is the sum an update of the state that `reading` names? None: no term has to do with that state at all."""
-        facts, carrier = self._facts, reading.carrier
-        related = [t for t in others if facts.term_depends(t, carrier)]
+        carrier, bit = reading.carrier, self._facts.bit(reading.carrier)
+        related = [(t, reach) for t, reach in others if reach.depends & bit]
         if not related:
             return None
-        direct = [t for t in related if facts.learned(t, carrier)]
-        branches = direct or [t for t in related if facts.learned(t, carrier, direct=False)]
+        direct = [t for t, reach in related if reach.direct & bit]
+        branches = direct or [t for t, reach in related if reach.learned & bit]
         if not branches:
             return Rejected(node, "learned", "what is added to {} meets no weight on its way from there", (carrier,))
         miss = self._miss(node, reading, branches, bool(direct))
@@ -143,7 +144,7 @@ class Search:
         result = rebuilt_whole(node, reading.region) if reading.region else node
         if result is None:
             return Rejected(node, "structure", "a part of {} is added to, and not put back into it", (carrier,))
-        return Candidate(node, result, reading, others, tuple(branches), carrier, bool(direct))
+        return Candidate(node, result, reading, tuple(t for t, _ in others), tuple(branches), carrier, bool(direct))
 
     def _miss(self, node: Node, reading: Reading, branches: list[Term], direct: bool) -> Rejected | None:
         """What forbids to call the sum a site although a branch is computed from the state."""
@@ -250,6 +251,15 @@ class Search:
             self._chain.controlled[user] = (outer, tuple(thread.sites))
         else:
             self._threads.adopt(thread)
+
+
+def _in_two(masks: Iterable[int]) -> int:
+    """The bits that are set in two or more of the masks."""
+    seen = twice = 0
+    for mask in masks:
+        twice |= seen & mask
+        seen |= mask
+    return twice
 
 
 def _is_learned_operand(inputs: dict[Node, object], facts: Facts) -> Callable[[Node], bool]:

@@ -65,9 +65,11 @@ def _scatters(user: Node, part: Node, updated: Node) -> bool:
 
 
 def _where(args: tuple[object, ...]) -> tuple[object, ...]:
-    """(dim, start, end, step) with the defaults filled in, or (dim, index) of a select."""
+    """(dim, start, end, step) with the defaults filled in, or (dim, index) of a select; None is where an end is left open."""
     given = dict(enumerate(args))
-    return tuple(given.get(i, default) for i, default in enumerate((0, None, None, 1)))
+    dim, start, end, step = (given.get(i, default) for i, default in enumerate((0, None, None, 1)))
+    is_open = isinstance(end, int) and end >= 2**62
+    return dim, start or 0, None if is_open else end, step
 
 
 def _concatenates(user: Node, part: Node, updated: Node) -> bool:

@@ -24,6 +24,7 @@ class Thread:
     states: set[Node] = field(default_factory=set)
     prefix: set[Node] = field(default_factory=set)  # values the entry was made of by casts, scales, norms and adds
     entry: Node | None = None
+    bits: int = 0  # of its states
 
 
 class Threads:
@@ -36,6 +37,7 @@ class Threads:
         self._all: list[Thread] = []
         self._of: dict[Site, Thread] = {}
         self.carrier: dict[Site, Node] = {}
+        self._latest: tuple[Site, set[Node]] | None = None  # and its branch region: a sum that grows add by add asks again and again
 
     @property
     def found(self) -> list[Thread]:
@@ -72,8 +74,12 @@ class Threads:
         if thread.entry is None:
             thread.entry = self.carrier[site]
             thread.prefix = self._prefix(thread.entry)
-        thread.states.update((start, self.carrier[site], *(e.before for e in self._chain.walk(start)), site.result))
-        self._facts.mask_foreign(site.result, thread.entry, thread.states)
+        self._add_states(thread, {start, self.carrier[site], *(e.before for e in self._chain.walk(start)), site.result})
+        self._facts.mask_foreign(site.result, thread.entry, thread.bits)
+
+    def _add_states(self, thread: Thread, states: set[Node]) -> None:
+        thread.states |= states
+        thread.bits |= self._facts.bits_of(states)
 
     def grow(self, site: Site, node: Node, others: tuple[Term, ...], branches: tuple[Term, ...]) -> None:
         """The outer add `node` completes the site: its terms are branches of the same state."""
@@ -84,9 +90,9 @@ class Threads:
         site.path, site.source = dialect.module_path(node), dialect.source_of(node)
         self._chain.add_result(site)
         thread = self._of[site]
-        thread.states.add(node)
+        self._add_states(thread, {node})
         if thread.entry is not None:
-            self._facts.mask_foreign(node, thread.entry, thread.states)
+            self._facts.mask_foreign(node, thread.entry, thread.bits)
         self.branch_region(site)
 
     def _thread_for(self, site: Site, start: Node, region: set[Node]) -> Thread:
@@ -103,7 +109,7 @@ class Threads:
             return self._new_thread()
         nested = self._new_thread()
         nested.entry, nested.sites = self.carrier[later[0]], later
-        nested.states = {n for s in later for n in (s.skip, s.result, self.carrier[s])}
+        self._add_states(nested, {n for s in later for n in (s.skip, s.result, self.carrier[s])})
         del thread.sites[position + 1 :]
         for moved in later:
             self._of[moved] = self._chain.owner[moved] = nested
@@ -152,13 +158,16 @@ class Threads:
     def branch_region(self, site: Site) -> set[Node]:
         """The nodes between the state and the update; the names of the Parameters they use go into `site.params`."""
         facts, carrier = self._facts, self.carrier[site]
+        seen = self._latest[1] if self._latest is not None and self._latest[0] is site else set()
+        new: set[Node] = set()
         todo = [o for t in site.terms for o in t.operands]
-        seen: set[Node] = set()
         while todo:
             node = todo.pop()
             if node in seen or node is carrier:
                 continue
             seen.add(node)
+            new.add(node)
             todo.extend(i for i in data_inputs(node) if i in facts.static or facts.depends(i, carrier))
-        site.params = frozenset(str(n.target) for n in seen if facts.is_parameter(n))
+        site.params |= {str(n.target) for n in new if facts.is_parameter(n)}
+        self._latest = (site, seen)
         return seen

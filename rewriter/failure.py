@@ -15,7 +15,8 @@ from resfx.capture_errors import CaptureError
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_SKIPPED = (_TORCH, _HERE, os.path.dirname(os.__file__) + os.sep + "contextlib")
+_DEMO = _HERE + "demo.py"  # the built-in example is a model like any user's
+_SKIPPED = (_TORCH, os.path.dirname(os.__file__) + os.sep + "contextlib")
 
 _DATA_DEPENDENT = (
     "GuardOnDataDependentSymNode",
@@ -46,7 +47,12 @@ def _names_type_problem(text: str) -> bool:
 def without_own_frames(stack_trace: str) -> str:
     """A node's stack trace without the frames of this package."""
     entries = re.split(r"(?m)^(?=\s*File \")", stack_trace)
-    return "".join(entry for entry in entries if f'File "{_HERE}' not in entry)
+    return "".join(entry for entry in entries if f'File "{_HERE}' not in entry or f'File "{_DEMO}' in entry)
+
+
+def is_machinery(file: str) -> bool:
+    """Does the file belong to torch, to contextlib or to this package, rather than to a model?"""
+    return file.startswith(_SKIPPED) or (file.startswith(_HERE) and file != _DEMO)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -74,7 +80,7 @@ def locate(error: BaseException, model: nn.Module) -> tuple[str | None, str | No
             if isinstance(owner, nn.Module) and id(owner) in paths:
                 path = paths[id(owner)]
             name = frame.f_code.co_filename
-            if path is None or name.startswith(_SKIPPED) or name.startswith("<"):
+            if path is None or is_machinery(name) or name.startswith("<"):
                 continue
             code = traceback.extract_tb(link.__traceback__)
             text = next((f.line for f in code if f.filename == name and f.lineno == line), "")

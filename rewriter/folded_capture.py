@@ -15,7 +15,7 @@ from resfx.export_capture import export_flat
 from resfx.fold import fold
 from resfx.fx_route import fx_flat
 from resfx.graphed import TRAIN_REFUSAL
-from resfx.leaves import branch_owners, called_paths, leaf_paths
+from resfx.leaves import branch_owners, leaf_paths
 from resfx.modes import Difference, ModesDiffer, compare, equal_outputs, join_modes, leaf_test
 from resfx.module_calls import module_calls
 
@@ -120,14 +120,13 @@ def _export_in(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], flat: Captured, opened: set[str], mode: Mode
 ) -> Captured:
     """Export with the leaves' call signatures kept; a leaf whose signature can't be kept is opened."""
-    called = called_paths(flat.graph)
     if flat.frontend == "fx":
-        wanted = set(leaf_paths(model, opened, called))
+        wanted = set(leaf_paths(model, opened, flat.graph))
         traced = fx_flat(model, args, kwargs, mode)
         traced.calls = [call for call in traced.calls if call.path in wanted]
         return traced
     while True:
-        leaves = leaf_paths(model, opened, called)
+        leaves = leaf_paths(model, opened, flat.graph)
         try:
             exported = export_flat(model, args, kwargs, None, mode, leaves, flat.attempt)
         except CaptureError as error:

@@ -41,16 +41,43 @@ def branch_owners(graph: fx.Graph) -> set[str]:
     return found
 
 
-def leaf_paths(model: nn.Module, open_paths: Iterable[str], called: set[str]) -> list[str]:
+def leaf_paths(model: nn.Module, open_paths: Iterable[str], graph: fx.Graph) -> list[str]:
     """Every maximal submodule that is not open and holds no open one, under all of its names.
 
     A container that is never called itself (ModuleList, or a module used through another method) is walked through.
     """
+    called = called_paths(graph)
     opened = {id(model.get_submodule(path)) for path in open_paths}
     holds_open = {
         id(module) for module in model.modules() if any(id(inner) in opened for inner in module.modules())
     }
-    return list(_walk(model, "", holds_open, called))
+    leaves = list(_walk(model, "", holds_open, called))
+    return leaves + [path for path in _called_from_outside(graph, leaves) if id(model.get_submodule(path)) not in holds_open]
+
+
+def _called_from_outside(graph: fx.Graph, leaves: list[str]) -> list[str]:
+    """Submodules of leaves that someone else calls, such as `block.norm` in `x + block(block.norm(x))`: leaves of their own."""
+    known = set(leaves)
+    found: dict[str, None] = {}
+    for node in graph.nodes:
+        around: set[str] = set()
+        for path, _ in call_entries(node):
+            owner = _leaf_above(path, known)
+            if owner is None or path == owner or owner in around:
+                around.add(path)
+                continue
+            found[path] = None
+            break
+    return list(found)
+
+
+def _leaf_above(path: str, leaves: set[str]) -> str | None:
+    """The leaf that is `path` or holds it."""
+    while path:
+        if path in leaves:
+            return path
+        path = path.rpartition(".")[0]
+    return None
 
 
 def _walk(module: nn.Module, prefix: str, holds_open: set[int], called: set[str]) -> Iterator[str]:

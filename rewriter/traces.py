@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from types import FrameType
 from unittest import mock
 
-import torch
 from torch import fx
+
+from resfx.failure import is_machinery
 
 _GENERATED = "<eval_with_key>"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-_LIBRARY = (torch.__path__[0] + "/", __file__.rsplit("/", 1)[0] + "/")
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def whole_stack_traces() -> Iterator[None]:
 def _model_frames(_tracer: fx.proxy.TracerBase, summary: traceback.StackSummary) -> traceback.StackSummary:
     """The frames below the first `forward` that are not torch's own; lines of generated code replaced by what they came from."""
     first = next((i for i, frame in enumerate(summary) if frame.name == "forward"), len(summary))
-    kept = [f for f in summary[first:] if not f.filename.startswith(_LIBRARY)]
+    kept = [f for f in summary[first:] if not is_machinery(f.filename)]
     if any(f.filename.startswith(_GENERATED) for f in kept):
         live = _live_frames()
         kept = [original for f in kept for original in _originals(f, live)]
