@@ -135,6 +135,15 @@ def test_other_lengths(case: Rewrite) -> None:
     assert distance(outputs(case.result, args, kwargs), reference(case, args, kwargs)) < 1e-5
 
 
+def test_sizes_that_are_fixed_are_refused(case: Rewrite) -> None:
+    """Never silently wrong numbers."""
+    if case.entry.refused is None:
+        return
+    args, kwargs = case.entry.refused(2)
+    with pytest.raises(resfx.GuardError, match=next(iter(kwargs))):
+        outputs(case.result, args, kwargs)
+
+
 def test_every_new_parameter_counts(case: Rewrite) -> None:
     with restored(case.result) as model:
         perturb(model)
@@ -157,7 +166,7 @@ def test_gradients_and_a_train_step(case: Rewrite) -> None:
         perturb(model)
         model.train()
         assert all(module.training for module in model.modules())
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         torch.manual_seed(0)
         loss_of(run(model, case.args, case.kwargs)).backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
