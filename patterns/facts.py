@@ -26,13 +26,16 @@ def identity_operand(node: Node) -> Node | None:
     if same is not None:
         return same
     name = op_name(node)
-    if name in IDENTITY or (name == "slice" and _whole_slice(node)) or (name == "getitem" and _of_dropout(node)):
+    if name in IDENTITY or is_whole_slice(node) or (name == "getitem" and _of_dropout(node)):
         operand = node.args[0] if node.args else node.kwargs.get("input")
         return operand if isinstance(operand, Node) else None
     return None
 
 
-def _whole_slice(node: Node) -> bool:
+def is_whole_slice(node: Node) -> bool:
+    """`x[:]` along some axis."""
+    if op_name(node) != "slice":
+        return False
     start, end, step = (list(node.args[2:]) + [None] * 3)[:3]
     return start in (None, 0) and (end is None or (isinstance(end, int) and end >= 2**62)) and step in (None, 1)
 
