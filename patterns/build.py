@@ -52,7 +52,21 @@ def _events(thread: Thread, found: Found) -> tuple[Event, ...]:
             steps = _from_entry(steps, site, start, found)
         events.extend(_joined_norms(steps, found))
         events.append(Write(start, site.result, site))
-    return tuple(events)
+    return (*events, *_joined_norms(_after_last(thread.sites[-1].result, found), found))
+
+
+def _after_last(state: Node, found: Found) -> list[Event]:
+    """Side adds and scales that follow the last site still belong to the stream; what else follows reads its end."""
+    events: list[Event] = []
+    kept = 0
+    while len(state.users) == 1:
+        event = found.chain.step(next(iter(state.users)))
+        if event is None or event.before is not state or isinstance(event, Transition):
+            break
+        events.append(event)
+        kept = len(events) if isinstance(event, (Side, Scale)) else kept
+        state = event.after
+    return events[:kept]
 
 
 def whole_state(site: Site) -> Node:

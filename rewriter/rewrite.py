@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import copy as copying
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from resfx.applying import RewriteError, Untouched, apply_plans, carry_over
 from resfx.capture import capture, check_module
 from resfx.captured import Captured
 from resfx.find import capture_notes
 from resfx.folded_capture import capture_folded
-from resfx.passes import Applied, Form, FormError, Plan, Refusal, apply_all
-from resfx.patterns import NoResidualFound, ResfxError, ResidualMap, Searched, Stream, open_modules, refresh, search
-from resfx.rewritten import Origin, Rewritten
-from resfx.selection import Select, Streams, chosen_streams, predicate, require_match
+from resfx.graphed import TRAIN_REFUSAL
+from resfx.passes import Form, FormError, Plan
+from resfx.patterns import NoResidualFound, Searched, Stream, open_modules, refresh, search
+from resfx.rewritten import Rewritten
+from resfx.selection import Select, Streams, chosen_streams, matching, predicate
+from resfx.tidy import drop_whole_slices
 from resfx.verify import verify_capture
 
 
-class RewriteError(ResfxError):
-    """The model was captured and searched, and can't be rewritten as asked."""
+PlansFor = Callable[[Sequence[Stream]], Sequence[Plan]]
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """The example call and how to capture it."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    dynamic_shapes: Any
-    frontend: str
+    dynamic_shapes: Any = None
+    frontend: str = "export"
 
 
 def rewrite(
@@ -58,26 +59,32 @@ def rewrite(
     Errors: NoResidualFound (with the near misses), RewriteError, SelectionError, FormError, CaptureError and its kin.
     """
     _check(model, form)
-    call = _Call(tuple(args), dict(kwargs or {}), dynamic_shapes, frontend)
-    source = _copied(model) if copy else model
-    earlier: tuple[Plan, ...] = ()
+    call = Call(tuple(args), dict(kwargs or {}), dynamic_shapes, frontend)
+    source = copied(model) if copy else model
+    earlier = source.origin.plans if isinstance(source, Rewritten) else ()
+    plain = source.origin.model if isinstance(source, Rewritten) else source
+
+    def plans(found: Sequence[Stream]) -> list[Plan]:
+        wanted = chosen_streams(found, streams, [plan.stream.index for plan in earlier])
+        wanted = matching(found, wanted, select, explicit=streams is not None)
+        return [*earlier, *(Plan(found[i], form, predicate(select), warm_start) for i in wanted)]
+
+    result = rewrite_by(plain, call, plans, insist=streams is not None or select is not None)
     if isinstance(source, Rewritten):
-        earlier, plain = source.origin.plans, source.origin.model
-    else:
-        plain = source
-    flat = capture(plain, call.args, call.kwargs, dynamic_shapes=dynamic_shapes, frontend=frontend)
+        carry_over(source, result)
+    return result
+
+
+def rewrite_by(plain: nn.Module, call: Call, plans_for: PlansFor, *, insist: bool) -> Rewritten:
+    """Rewrite `plain` on its own submodules by the plans that `plans_for` makes of the streams found.
+
+    `insist`: a stream that can't take its form is an error, not left plain. Errors: as `rewrite`.
+    """
+    flat = capture(plain, call.args, call.kwargs, dynamic_shapes=call.dynamic_shapes, frontend=call.frontend)
     found = search(flat.graph_module)
     if not found.streams:
         raise NoResidualFound(_nothing_found(found), found.rejected)
-    taken = [plan.stream.index for plan in earlier]
-    wanted = chosen_streams(found.streams, streams, taken)
-    require_match([found.streams[i] for i in wanted], select)
-    named = streams is not None or select is not None
-    new = [Plan(found.streams[i], form, predicate(select), warm_start) for i in wanted]
-    result = _apply(plain, call, flat, found, [*earlier, *new], set(wanted) if named else set())
-    if isinstance(source, Rewritten):
-        _carry_over(source, result)
-    return result
+    return _apply(plain, call, flat, found, plans_for(found.streams), insist)
 
 
 def _check(model: nn.Module, form: Form) -> None:
@@ -91,7 +98,8 @@ def _check(model: nn.Module, form: Form) -> None:
         )
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy. Errors: RewriteError naming the submodule that can't be copied."""
     try:
         return copying.deepcopy(model)
     except Exception as error:
@@ -119,7 +127,7 @@ def _nothing_found(found: Searched) -> str:
 
 
 def _apply(
-    plain: nn.Module, call: _Call, flat: Captured, found: Searched, plans: list[Plan], named: set[int]
+    plain: nn.Module, call: Call, flat: Captured, found: Searched, plans: Sequence[Plan], insist: bool
 ) -> Rewritten:
     """Capture again with all other modules as leaves, fold, verify, and run the passes."""
     targets = [plan.stream.index for plan in plans]
@@ -129,24 +137,11 @@ def _apply(
     streams = _matched(found.streams, seen[-1].streams)
     verify_capture(plain, folded.captured, call.args, call.kwargs)
     module = folded.captured.graph_module
-    streams = refresh(streams, folded.mapping, module.graph)
-    fresh = [replace(plan, stream=streams[plan.stream.index]) for plan in plans]
-    outcomes = apply_all(module, fresh)
-    notes = list(dict.fromkeys([*capture_notes(flat), *folded.captured.notes]))
-    report = _report(streams, found, outcomes, named, notes, module)
-    applied = tuple(plan for plan, outcome in zip(fresh, outcomes, strict=True) if isinstance(outcome, Applied))
-    result = Rewritten(module, Origin(plain, applied), report)
-    return _with_flags(result, plain)
-
-
-def _with_flags(result: Rewritten, plain: nn.Module) -> Rewritten:
-    """Every module keeps the training flag it had; the root too, where the model has a train mode."""
-    flags = {path: module.training for path, module in plain.named_modules()}
-    for path, module in result.named_modules():
-        module.training = flags.get(path, plain.training)
-    if plain.training and not result.trains:
-        result.eval()
-    return result
+    streams = refresh(streams, drop_whole_slices(module.graph, folded.mapping), module.graph)
+    notes = tuple(dict.fromkeys([*capture_notes(flat), *folded.captured.notes]))
+    refusal = module.meta.get(TRAIN_REFUSAL)
+    untouched = Untouched(module.graph, tuple(streams), tuple(found.rejected), notes, refusal)
+    return apply_plans(plain, module, untouched, plans, set(targets) if insist else set())
 
 
 def _matched(first: list[Stream], second: list[Stream]) -> list[Stream]:
@@ -163,38 +158,3 @@ def _matched(first: list[Stream], second: list[Stream]) -> list[Stream]:
         f"the residual connections differ between eval and train mode, first in stream {where}; "
         "call model.eval() and rewrite with a model whose layers do not depend on the mode"
     )
-
-
-def _report(
-    streams: list[Stream], found: Searched, outcomes: list[Applied | Refusal], named: set[int], notes: list[str], module: nn.Module
-) -> ResidualMap:
-    refused = {o.stream: o.reason for o in outcomes if isinstance(o, Refusal)}
-    applied = [o for o in outcomes if isinstance(o, Applied)]
-    for index, reason in refused.items():
-        if index in named or not applied:
-            raise RewriteError(f"stream {index} ({_first_site(streams[index])}) can't take the form: {reason}")
-    if refused:
-        listed = "; ".join(f"stream {i} ({_first_site(streams[i])}): {reason}" for i, reason in refused.items())
-        warnings.warn(f"left plain: {listed}", stacklevel=4)
-    changes: dict[str, int] = {}
-    for outcome in applied:
-        for kind, count in outcome.counts.items():
-            changes[kind] = changes.get(kind, 0) + count
-    parameters = {name: tuple(module.get_parameter(name).shape) for o in applied for name in o.parameters}
-    forms = {o.stream: o.form for o in applied}
-    return ResidualMap(streams, found.rejected, notes, refused, forms, parameters, changes)
-
-
-def _first_site(stream: Stream) -> str:
-    site = stream.sites[0]
-    return f"{site.path or 'root'}, {site.source or site.node.name}"
-
-
-def _carry_over(earlier: Rewritten, result: Rewritten) -> None:
-    """The parameters that an earlier rewrite added keep their values (the same Parameter objects)."""
-    for name, parameter in earlier.named_parameters():
-        if not name.startswith("residual."):
-            continue
-        owner, _, leaf = name.rpartition(".")
-        result.get_submodule(owner)._parameters[leaf] = parameter
-
