@@ -10,11 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from resfx import export, passes, patterns
+from resfx.applying import RewriteError
 from resfx.capture import CaptureError, DynamicDimSpecialized, GuardError, NotAModule
 from resfx.find import find
 from resfx.passes import CheckError, EditError, Form, FormError
 from resfx.patterns import NoResidualFound, ResfxError, ResidualMap, Site, Stream
-from resfx.rewrite import RewriteError, rewrite
+from resfx.revert import NotRewritten, revert
+from resfx.rewrite import rewrite
 from resfx.rewritten import NotOnRewritten, Rewritten
 from resfx.selection import SelectionError
 
@@ -29,6 +31,7 @@ __all__ = [
     "NoResidualFound",
     "NotAModule",
     "NotOnRewritten",
+    "NotRewritten",
     "ResfxError",
     "ResidualMap",
     "RewriteError",
@@ -40,6 +43,7 @@ __all__ = [
     "find",
     "passes",
     "patterns",
+    "revert",
     "rewrite",
 ]
 

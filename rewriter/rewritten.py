@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
 from resfx.graphed import GraphedModule
 from resfx.passes import Plan
 from resfx.patterns import ResfxError, ResidualMap
+
+if TYPE_CHECKING:
+    from resfx.applying import Untouched
 
 
 class NotOnRewritten(ResfxError):
@@ -19,10 +22,12 @@ class NotOnRewritten(ResfxError):
 
 @dataclass(frozen=True)
 class Origin:
-    """What a rewritten model came from: the model (sharing its submodules), and the plans that were applied to it."""
+    """What a rewritten model came from: the model (sharing its submodules), the plans that were applied to it, and the
+    capture before they were."""
 
     model: nn.Module
     plans: tuple[Plan, ...]
+    untouched: Untouched
 
 
 # Read from the original model: what trainers and pipelines ask a model for.
@@ -51,7 +56,7 @@ class Rewritten(GraphedModule):
 
     @property
     def origin(self) -> Origin:
-        """The model it was made from, with its root parameters and buffers as they are here."""
+        """The model it was made from, with its root parameters, buffers and training flag as they are here."""
         model = self._origin.model
         for own, original in (
             (self._parameters, model._parameters),
@@ -59,6 +64,7 @@ class Rewritten(GraphedModule):
             (self._modules, model._modules),
         ):
             original.update({name: value for name, value in own.items() if name in original})  # type: ignore[arg-type]
+        model.training = self.training
         return self._origin
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -40,10 +40,22 @@ def predicate(select: Select) -> Callable[[Site], bool] | None:
     return lambda site: any(fnmatchcase(site.path, glob) for glob in globs)
 
 
-def require_match(streams: Sequence[Stream], select: Select) -> None:
-    """Errors: NoResidualFound where `select=` matches no site of `streams`."""
+def matching(found: Sequence[Stream], wanted: Sequence[int], select: Select, *, explicit: bool) -> list[int]:
+    """Those of `wanted` that have a site which `select=` matches; all of them where they were asked for one by one.
+
+    Errors: NoResidualFound where no site of `wanted` matches; SelectionError where all that match are rewritten.
+    """
     matches = predicate(select)
-    if matches is None or any(matches(site) for stream in streams for site in stream.sites):
-        return
-    paths = sorted({site.path or "(root)" for stream in streams for site in stream.sites})
+    if matches is None:
+        return list(wanted)
+    hit = [stream.index for stream in found if any(matches(site) for site in stream.sites)]
+    chosen = [index for index in wanted if index in hit]
+    if chosen:
+        return list(wanted) if explicit else chosen
+    if hit and not explicit:
+        raise SelectionError(
+            f"select={select!r} matches sites of stream {hit[0]} alone, which is rewritten already; "
+            "resfx.revert gives the plain model back"
+        )
+    paths = sorted({site.path or "(root)" for index in wanted for site in found[index].sites})
     raise NoResidualFound(f"select={select!r} matches no site; sites are in: {', '.join(paths[:20])}", [])
