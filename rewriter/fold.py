@@ -38,27 +38,36 @@ class _Region:
     outputs: list[fx.Node]  # what the call produced, without passed-through inputs
 
 
-def fold(captured: Captured, functional: Functional) -> dict[fx.Node, fx.Node]:
-    """Fold every call of `captured.calls` in place.
+def sift(captured: Captured) -> set[str]:
+    """Take out of `captured.calls` what can't be folded, with a note that says why. Returns the paths taken out."""
+    members = _members(captured.graph, captured.calls)
+    refused: dict[str, list[str]] = {}
+    kept: list[ModuleCall] = []
+    for call in captured.calls:
+        reason = _obstacle(_region(call, members.get((call.path, call.index), [])), captured.functional)
+        if reason is None:
+            kept.append(call)
+        else:
+            refused.setdefault(reason, []).append(call.key)
+    captured.calls = kept
+    captured.notes.extend(_refusals(refused))
+    return {key.partition("@")[0] for keys in refused.values() for key in keys}
+
+
+def fold(captured: Captured) -> dict[fx.Node, fx.Node]:
+    """Fold every call of `captured.calls` in place; `sift` has taken out those that can't be.
 
     Returns old flat node -> new node for the values that are used outside of the leaves; all other nodes outside stay
-    the same objects. A call that can't be folded keeps its nodes, and a note says why.
+    the same objects.
     """
     graph = captured.graph
     members = _members(graph, captured.calls)
     position = {node: i for i, node in enumerate(graph.nodes)}
     mapping: dict[fx.Node, fx.Node] = {}
-    refused: dict[str, list[str]] = {}
     for call in captured.calls:
-        nodes = members.get((call.path, call.index), [])
-        region = _region(call, nodes)
-        reason = _obstacle(region, functional)
-        if reason is not None:
-            refused.setdefault(reason, []).append(call.key)
-            continue
+        region = _region(call, members.get((call.path, call.index), []))
         if region.outputs or any(has_effect(node) for node in region.nodes):
             _replace(graph, region, position, mapping)
-    captured.notes.extend(_refusals(refused))
     captured.calls = [_mapped(call, mapping) for call in captured.calls]
     remove_dead(graph)
     captured.graph_module.recompile()

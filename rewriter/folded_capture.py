@@ -12,10 +12,10 @@ from resfx.calling import CallCodeGen
 from resfx.capture_errors import CaptureError
 from resfx.captured import Captured, Mode
 from resfx.export_capture import export_flat
-from resfx.fold import fold
+from resfx.fold import fold, sift
 from resfx.fx_route import fx_flat
 from resfx.graphed import TRAIN_REFUSAL
-from resfx.leaves import branch_owners, leaf_paths
+from resfx.leaves import branch_owners, called_paths, leaf_paths
 from resfx.modes import Difference, ModesDiffer, compare, equal_outputs, join_modes, leaf_test
 from resfx.module_calls import module_calls
 
@@ -52,7 +52,7 @@ def capture_folded(
             reason = str(error)
     captured = _export_in(model, args, kwargs, flat, opened, "eval")
     hook(captured)
-    mapping = fold(captured, captured.functional)
+    mapping = fold(captured)
     captured.notes.append(f"eval mode only: {reason}")
     captured.graph_module.meta[TRAIN_REFUSAL] = reason
     captured.graph_module.training = False
@@ -83,10 +83,10 @@ def _both_modes(
 ) -> Folded:
     """Fold the train capture and let its glue follow `.training`. Raises ModesDiffer."""
     difference, evaluation = _flat_difference(captured, flat), flat
-    mapping = fold(captured, captured.functional)
+    mapping = fold(captured)
     if difference is None:
         evaluation = _export_in(model, args, kwargs, flat, opened, "eval")
-        fold(evaluation, evaluation.functional)
+        fold(evaluation)
         equal = equal_outputs(captured.calls, evaluation.calls)
         difference = compare(captured.graph, evaluation.graph, lambda node: False, equal)
     switched = join_modes(captured.graph_module, difference, evaluation.graph_module, model.training)
@@ -112,14 +112,30 @@ def _flat_difference(captured: Captured, flat: Captured) -> Difference | None:
         return None
     if len(unpaired) != len(eval_only) or any(a.target != b.target for a, b in zip(unpaired, eval_only, strict=True)):
         return None
-    sources = [source for node in (*unpaired, *eval_only) for source in node.all_input_nodes]
-    return None if any(in_leaf(source) for source in sources) and unpaired else difference
+    around = [n for node in (*unpaired, *eval_only) for n in (*node.all_input_nodes, *node.users)]
+    return None if any(in_leaf(n) for n in around) else difference
 
 
 def _export_in(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], flat: Captured, opened: set[str], mode: Mode
 ) -> Captured:
-    """Export with the leaves' call signatures kept; a leaf whose signature can't be kept is opened."""
+    """Export with the leaves' call signatures kept.
+
+    A leaf whose signature can't be kept, or that can't be folded, is opened where it has modules of its own: they are leaves then.
+    """
+    called = called_paths(flat.graph)
+    while True:
+        captured = _export_leaves(model, args, kwargs, flat, opened, mode)
+        refused = sift(captured)
+        inner = {path for path in refused if any(other.startswith(path + ".") for other in called)} - opened
+        if not inner:
+            return captured
+        opened |= inner
+
+
+def _export_leaves(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], flat: Captured, opened: set[str], mode: Mode
+) -> Captured:
     if flat.frontend == "fx":
         wanted = set(leaf_paths(model, opened, flat.graph))
         traced = fx_flat(model, args, kwargs, mode)
