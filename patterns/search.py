@@ -13,8 +13,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from resfx.patterns import dialect
 from resfx.patterns.chain import Chain
-from resfx.patterns.dialect import SHAPE_ONLY, op_name
-from resfx.patterns.facts import Facts, Reach, identity_operand
+from resfx.patterns.dialect import op_name
+from resfx.patterns.facts import Facts, Reach
+from resfx.patterns.mixes import Mixes
 from resfx.patterns.readings import Candidate, Reading, Sums, data_users
 from resfx.patterns.rejected import Rejected
 from resfx.patterns.resolution import Resolution
@@ -49,9 +50,9 @@ class Search:
         self._chain = Chain(graph, self._facts)
         self._sums = Sums(graph, self._facts, self._chain)
         self._threads = Threads(self._facts, self._chain, self._sums)
+        self._mixes = Mixes(self._facts, self._chain, self._sums)
         self._resolution = Resolution(graph, self._facts)
         self._verdicts: dict[Node, Site | Rejected] = {}
-        self._differences: dict[Node, Node] = {}  # `f(x) - x` that is added to x again -> x
         self._loose: set[Node] = set()  # sums in which no term is computed from another one
 
     def run(self) -> Found:
@@ -150,49 +151,27 @@ class Search:
     def _miss(self, node: Node, reading: Reading, branches: list[Term], direct: bool) -> Rejected | None:
         """What forbids to call the sum a site although a branch is computed from the state."""
         carrier = reading.carrier
-        if any(self._is_gate(factor, carrier) for factor in reading.factors) or self._adds_gated_difference(branches, carrier):
-            return Rejected(node, "structure", "a gated mix: {} is weighted by a value computed from the input", (carrier,))
-        if reading.term.scale == -1 and self._is_added_back(node, carrier):
-            self._differences[node] = carrier
-            return Rejected(node, "structure", "a difference from {} that is added to it: that add mixes the two", (carrier,))
+        if self._mixes.is_gated(reading, branches):
+            return Rejected(
+                node, "structure", "a gated mix: {} is weighted by a value computed from the input", (carrier,)
+            )
+        if self._mixes.is_difference(node, reading):
+            return Rejected(
+                node, "structure", "a difference from {} that is added to it: that add mixes the two", (carrier,)
+            )
         if not direct and self._sums.uses[carrier] > 1:
             return Rejected(node, "order", "{} is added again and again: a bias of another stream's branch", (carrier,))
         state = next((t for t in branches if self._is_running_state(t, carrier)), None)
         if state is not None:
-            return Rejected(node, "order", "{} is itself a running state: {} is injected into it", (state.operands[0], carrier))
+            return Rejected(
+                node, "order", "{} is itself a running state: {} is injected into it", (state.operands[0], carrier)
+            )
         if self._goes_round_a_stream(branches, carrier):
             return Rejected(node, "shape", _MERGE, (carrier,))
         skip = reading.term.operands[0]
         if not dialect.same_shape(skip, node):
             return Rejected(node, "shape", "the sum has another shape than its term {}", (skip,))
         return None
-
-    def _is_gate(self, factor: Node, carrier: Node) -> bool:
-        facts = self._facts
-        return factor not in facts.static and (facts.depends(factor, carrier) or factor in facts.parametric)
-
-    def _is_added_back(self, node: Node, carrier: Node) -> bool:
-        """`x + g * (f(x) - x)`: does the difference `node` reach, through factors and casts alone, a sum with its own carrier?"""
-        while data_users(node) == 1:
-            user = next(u for u in node.users if op_name(u) not in SHAPE_ONLY)
-            if user in self._sums.direct:
-                others = [t for t in self._sums.direct[user] if t.operands[0] is not node]
-                return any(reading.carrier is carrier for t in others for reading in self._sums.readings(t))
-            operands = [identity_operand(user), *(operand for operand, _, _ in self._chain.scaled_operands(user))]
-            if all(operand is not node for operand in operands):
-                return False
-            node = user
-        return False
-
-    def _adds_gated_difference(self, branches: list[Term], carrier: Node) -> bool:
-        values = [strip(term.operands[0]) for term in branches if term.op == "value"]
-        products = [
-            (strip(operand), factor) for value in values for operand, factor, _ in self._chain.scaled_operands(value)
-        ] + [(t.operands[i], t.operands[1 - i]) for t in branches if t.op == "mul" for i in (0, 1)]
-        return any(
-            self._differences.get(operand) is carrier and isinstance(factor, Node) and self._is_gate(factor, carrier)
-            for operand, factor in products
-        )
 
     def _is_running_state(self, term: Term, carrier: Node) -> bool:
         """Does the term carry a stream's state that already holds the carrier, or that lives on beside this sum?"""
