@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from resfx.passes.errors import EditError
+from resfx.passes.marks import Mark, put, without_marks
 
 _OPERATOR_TWINS: dict[str, Callable[[Any, Any], Any]] = {
     "iadd": operator.add,
@@ -49,6 +50,7 @@ class Editor:
         self._anchor: Node | None = None
         self._origin: Node | None = None
         self._note: dict[str, Any] = {}
+        self._watched: list[tuple[Node, Node | None, Mark]] = []
         self._fake_mode = _find_fake_mode(self.graph.nodes)
 
     # Where new nodes go.
@@ -63,6 +65,14 @@ class Editor:
         while anchor.op == "placeholder":
             anchor = anchor.next
         self._anchor, self._origin, self._note = anchor, node, note
+
+    def annotate(self, **note: Any) -> None:
+        """New nodes carry this provenance from here on; where they go stays as it is."""
+        self._note = note
+
+    def watch(self, node: Node, mark: Mark, reader: Node | None = None) -> None:
+        """Put `mark` on the value of `node` at `finish`, or on what `reader` reads then in its place."""
+        self._watched.append((node, reader, mark))
 
     # Making nodes.
 
@@ -165,7 +175,15 @@ class Editor:
             candidates.update(node.all_input_nodes)
             self.graph.erase_node(node)
             self.emitted.pop(node, None)
+        self._put_marks()
         self.graph_module.recompile()
+
+    def _put_marks(self) -> None:
+        alive = set(self.graph.nodes)
+        for node, reader, mark in self._watched:
+            value = node if reader is None else self.input_of(reader, node)
+            if value in alive:
+                put(value, mark)
 
     # Details.
 
@@ -178,7 +196,7 @@ class Editor:
         origin = origin or self._origin
         if origin is not None and origin is not node:
             node.meta.update({k: origin.meta[k] for k in _CARRIED_META if k in origin.meta})
-        custom = dict(origin.meta.get("custom", {})) if origin is not None else {}
+        custom = without_marks(origin.meta.get("custom", {})) if origin is not None else {}
         node.meta["custom"] = {**custom, "resfx": dict(self._note)}
         node.meta["val"] = value
         self.emitted[node] = None

@@ -17,8 +17,9 @@ from resfx.passes import ops
 from resfx.passes.editor import Editor, carrying_path, value_of
 from resfx.passes.form import Form
 from resfx.passes.layouts import Layouts, read_step
+from resfx.passes.marks import Mark, update_marks
 from resfx.passes.parameters import Parameters, ParameterSpec
-from resfx.passes.terms import term_nodes, update_of
+from resfx.passes.terms import has_plain_skip, term_nodes, update_of
 from resfx.patterns.streams import Event, Layout, Reader, Scale, Side, Site, Stream, Transition, Write
 
 Select = Callable[[Site], bool]
@@ -37,9 +38,10 @@ class Plan:
 class WalkStage:
     """The `Stage` of one stream: emits through the editor and names the parameters."""
 
-    def __init__(self, editor: Editor, plan: Plan, prefix: str, store: Parameters) -> None:
+    def __init__(self, editor: Editor, plan: Plan, prefix: str, store: Parameters, loops: int = 1) -> None:
         self.stream = plan.stream
         self.warm = plan.warm_start
+        self.loops = loops
         self.dim = plan.stream.axis if plan.stream.axis is not None else -1
         self.latest = plan.stream.sites[0]  # the site the walk is at: places what belongs to no site
         self.names: dict[str, None] = {}
@@ -67,9 +69,11 @@ class Walk:
     `original` is the node that the graph, as it was found, has for the state; `current` is its value now.
     """
 
-    def __init__(self, editor: Editor, plan: Plan, chosen: frozenset[int], prefix: str, store: Parameters) -> None:
+    def __init__(
+        self, editor: Editor, plan: Plan, chosen: frozenset[int], prefix: str, store: Parameters, loops: int = 1
+    ) -> None:
         self.editor, self.stream, self.form, self.chosen = editor, plan.stream, plan.form, chosen
-        self.stage = WalkStage(editor, plan, prefix, store)
+        self.stage = WalkStage(editor, plan, prefix, store, loops)
         self.counts: Counter[str] = Counter()
         self.mixes = plan.warm_start and plan.form.warm_by_mix
         self.layouts = Layouts(editor)
@@ -93,13 +97,22 @@ class Walk:
             self._serve(event.after, index + 1)
 
     def _place(self, place: Callable[..., None], node: Node) -> None:
-        place(node, form=self.form.to_spec(), stream=self.stream.index, site=self.stage.latest.index)
+        place(node, **self._note(self.stage.latest.index))
+
+    def _note(self, owner: int | str) -> dict[str, Any]:
+        """The provenance of new nodes; `site` is the site's number, "final" or "tap<k>"."""
+        return {"form": self.form.to_spec(), "stream": self.stream.index, "site": owner}
+
+    def _mark(self, role: str, site: Site) -> Mark:
+        size = None if self.stream.axis is None else value_of(self.stream.entry).shape[self.stream.axis]
+        return {"role": role, "stream": self.stream.index, "site": site.index, "size": size if isinstance(size, int) else None}
 
     # Events.
 
     def _advance(self, event: Event) -> None:
         if isinstance(event, Write):
             self.stage.latest = event.site
+            self._watch(event.site)
         self._place(self.editor.place_before, event.after)
         path = _path(self.original, event)
         if self.form.keeps_values or self.mixes:
@@ -122,6 +135,11 @@ class Walk:
             self.since_write[1].append((self.original, path))
         self.original, self.current = event.after, value
 
+    def _watch(self, site: Site) -> None:
+        self.editor.watch(self.current, self._mark("state", site))
+        for node, reader, mark in update_marks(site, self._mark("update", site)):
+            self.editor.watch(node, mark, reader)
+
     def _tell(self, event: Event, path: list[Node]) -> Node | None:
         """Tell the form's state; the value it writes, None where the state stays plain."""
         match event:
@@ -130,11 +148,19 @@ class Walk:
             case Side():
                 self.state.side(self._update(event, path))
             case Write(site=site):
-                h, u = self.layouts.to_entry(self.current), self._update(event, path)
+                h, u = self._scaled_skip(site), self._update(event, path)
                 if site.index in self.chosen:
                     return self.state.write(site, h, u)
                 self.state.skip(site, h, u)
         return None
+
+    def _scaled_skip(self, site: Site) -> Node:
+        """The state as the sum takes it: times its factor (`f(x) - x`, beta of addmm), like everything kept beside it."""
+        h = self.layouts.to_entry(self.current)
+        if has_plain_skip(site):
+            return h
+        self.state.scale(site.skip_scale, False)
+        return self.state.scaled(h, site.skip_scale, False)
 
     def _update(self, event: Write | Side, path: list[Node]) -> Node:
         return self.layouts.to_entry(update_of(self.editor, event, path, self.original, self.current))
@@ -192,15 +218,19 @@ class Walk:
         return self._tap_value(final=index > self.last_write)
 
     def _branch_value(self, site: Site) -> Node:
-        if site.index not in self.chosen:
-            return self.current
-        self.stage.latest = site
-        h = self.layouts.to_entry(self.current)
-        return self._read("reads", site, h, self.state.read(site, h))
+        value = self.current
+        if site.index in self.chosen:
+            self.stage.latest = site
+            self.editor.annotate(**self._note(site.index))
+            h = self.layouts.to_entry(self.current)
+            value = self._read("reads", site, h, self.state.read(site, h))
+        self.editor.watch(value, self._mark("read", site))
+        return value
 
     def _tap_value(self, *, final: bool) -> Node:
         known = len(self.stage.names)
         owner = "final" if final else f"tap{self.taps}"
+        self.editor.annotate(**self._note(owner))
         h = self.layouts.to_entry(self.current)
         value = self._read("ends", owner, h, self.state.end(owner, h))
         if not final and len(self.stage.names) > known:
