@@ -199,15 +199,14 @@ def _before_view(node: Node, axis: int) -> int | None:
 
 
 def _through(node: Node, source: Node, target: Node, axis: int, forward: bool) -> int | None:
-    shapes = shape_of(source), shape_of(target)
-    if shapes[0] is None or shapes[1] is None:
+    before, after = shape_of(source), shape_of(target)
+    if before is None or after is None:
         return None
-    order = _permutation(node, len(shapes[0]))
+    order = _permutation(node, len(before))
     if order is not None:
         rank = len(order)
         return order.index(axis % rank) - rank if forward else order[axis % rank] - rank
-    start, end = shapes if forward else (shapes[1], shapes[0])
-    return _kept_axis(start, end, axis)
+    return _kept_axis(before, after, axis) if forward else _kept_axis(after, before, axis)
 
 
 def _kept_axis(start: tuple[Any, ...], end: tuple[Any, ...], axis: int) -> int | None:

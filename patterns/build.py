@@ -15,7 +15,6 @@ from resfx.patterns import dialect
 from resfx.patterns.axis import feature_axis
 from resfx.patterns.dialect import SHAPE_ONLY, data_inputs, op_name
 from resfx.patterns.search import Found
-
 from resfx.patterns.slices import slice_base
 from resfx.patterns.streams import Cast, Event, Layout, Reader, Scale, Side, Site, Stream, Term, Transition, Write
 from resfx.patterns.threads import Thread
@@ -160,7 +159,9 @@ def _between_all(tops: list[Node], stop: set[Node]) -> set[Node]:
     while todo:
         node = todo.pop()
         seen.add(node)
-        todo.extend(i for i in data_inputs(node) if i not in stop and i not in seen and i.op not in ("placeholder", "get_attr"))
+        todo.extend(
+            i for i in data_inputs(node) if i not in stop and i not in seen and i.op not in ("placeholder", "get_attr")
+        )
     return seen
 
 

@@ -32,7 +32,9 @@ class Chain:
         self._dominators: dict[Node | None, Node | None] | None = None
         self.results: dict[Node, Site] = {}
         self.owner: dict[Site, object] = {}  # the stream that holds a site, while the search runs
-        self.controlled: dict[Node, tuple[Node, tuple[Site, ...]]] = {}  # output of torch.cond -> state that entered, sites inside
+        self.controlled: dict[
+            Node, tuple[Node, tuple[Site, ...]]
+        ] = {}  # output of torch.cond -> state that entered, sites inside
 
     def add_result(self, site: Site) -> None:
         """`site.result` is a state from here on: no chain goes through it."""
@@ -137,7 +139,11 @@ class Chain:
         """A sum that is no site: the stream goes on through the one term that carries a state."""
         carried: list[tuple[Term, Site]] = []
         for term in terms:
-            site = self.origin(term.operands[0]) if term.op == "value" and dialect.same_shape(term.operands[0], node) else None
+            site = (
+                self.origin(term.operands[0])
+                if term.op == "value" and dialect.same_shape(term.operands[0], node)
+                else None
+            )
             if site is not None:
                 carried.append((term, site))
         if not carried or len({id(self.owner[site]) for _, site in carried}) > 1:

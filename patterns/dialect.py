@@ -78,7 +78,7 @@ MUL = frozenset({"mul", "div"})
 FUSED_ADD = frozenset({"addcmul", "addmm", "baddbmm"})
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _function_name(target: Callable[..., Any]) -> str:
     schema = getattr(target, "_schema", None)
     if schema is not None:
@@ -86,7 +86,7 @@ def _function_name(target: Callable[..., Any]) -> str:
     return str(getattr(target, "__name__", target))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _canonical(name: str) -> str:
     if name.startswith("__") and name.endswith("__"):
         name = name[2:-2]
@@ -142,7 +142,12 @@ def is_floating(node: Node) -> bool:
 def same_shape(left: Node, right: Node) -> bool:
     """True where both example shapes are known and equal, symbol by symbol."""
     a, b = shape_of(left), shape_of(right)
-    return a is not None and b is not None and len(a) == len(b) and all(_same_size(x, y) for x, y in zip(a, b, strict=True))
+    return (
+        a is not None
+        and b is not None
+        and len(a) == len(b)
+        and all(_same_size(x, y) for x, y in zip(a, b, strict=True))
+    )
 
 
 def _same_size(a: Any, b: Any) -> bool:

@@ -1,7 +1,8 @@
 """Which modules must stay open when capture folds modules back into single calls.
 
-A module is open where an event of a stream happens in its own code: the add, a scale, a cast or view of the state. Every other module is a leaf:
-one call of the user's own submodule. A norm that is a transition stays a leaf if its module does nothing else.
+A module is open where an event of a stream happens in its own code: the add, a scale, a cast or view of the state.
+Every other module is a leaf: one call of the user's own submodule. A norm that is a transition stays a leaf if its
+module does nothing else.
 """
 
 from __future__ import annotations
@@ -59,4 +60,6 @@ def _only_such_calls(nodes: set[Node], own: set[Node], kinds: list[str]) -> bool
     """Is every call of the module one such transition? A module called n times holds n times its nodes."""
     if nodes <= own:
         return True
-    return len(nodes) % len(own) == 0 and sorted(str(n.target) for n in nodes) == sorted(kinds * (len(nodes) // len(own)))
+    return len(nodes) % len(own) == 0 and sorted(str(n.target) for n in nodes) == sorted(
+        kinds * (len(nodes) // len(own))
+    )

@@ -15,7 +15,9 @@ from resfx.patterns.slices import slice_base
 from resfx.patterns.streams import Term
 from resfx.patterns.sums import flatten, terms_of
 
-_WIDEST = 32  # terms: a longer sum is an accumulator, and comparing all of its terms at every step would take quadratic time
+_WIDEST = (
+    32  # terms: a longer sum is an accumulator, and comparing all of its terms at every step would take quadratic time
+)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,9 @@ class ResidualMap:
 
     def explain(self, path: str) -> str:
         """Why each add of module `path` (or at `file:line`, or a node's name) is or is no site."""
-        lines = [self._site_line(stream, site) for stream in self.streams for site in stream.sites if _is_at(site, path)]
+        lines = [
+            self._site_line(stream, site) for stream in self.streams for site in stream.sites if _is_at(site, path)
+        ]
         lines += [_rejected_line(r) for r in self.rejected if path in (r.path, r.node.name) or _ends(r.source, path)]
         return "\n".join(lines) if lines else f"no sum of two or more computed terms at {path!r}"
 
@@ -72,7 +74,9 @@ class ResidualMap:
         return {
             "streams": [_stream_dict(stream) for stream in self.streams],
             "loops": [loop.__dict__ for loop in self.loops],
-            "rejected": [{"path": r.path, "source": r.source, "stage": r.stage, "reason": r.reason} for r in self.rejected],
+            "rejected": [
+                {"path": r.path, "source": r.source, "stage": r.stage, "reason": r.reason} for r in self.rejected
+            ],
             "refused": {str(k): v for k, v in self.refused.items()},
             "forms": {str(k): v for k, v in self.forms.items()},
             "parameters": {name: list(shape) for name, shape in self.parameters.items()},
@@ -132,13 +136,23 @@ def _stream_dict(stream: Stream) -> dict[str, Any]:
 
 
 def _stream_table(found: ResidualMap) -> Table:
-    table = Table(title=f"{_count(found.streams, 'residual stream')}, {_count(found.sites, 'site')}", title_justify="left")
+    table = Table(
+        title=f"{_count(found.streams, 'residual stream')}, {_count(found.sites, 'site')}", title_justify="left"
+    )
     for name in ("stream", "shape", "sites", "branches L", "feature axis", "starts at", "state"):
         table.add_column(name, overflow="fold")
     for stream in found.streams:
         state = found.forms.get(stream.index) or found.refused.get(stream.index) or stream.refused or "plain"
         axis = "?" if stream.axis is None else str(stream.axis)
-        table.add_row(str(stream.index), _shape(stream.shape), str(len(stream.sites)), str(stream.distinct_branches), axis, _where(stream.entry), state)
+        table.add_row(
+            str(stream.index),
+            _shape(stream.shape),
+            str(len(stream.sites)),
+            str(stream.distinct_branches),
+            axis,
+            _where(stream.entry),
+            state,
+        )
     return table
 
 
@@ -166,7 +180,9 @@ def _site_table(stream: Stream) -> Table:
         path = path if first.path == last.path else f"{path} .. {last.path or '(root)'}"
         kind = first.kind if first.rewritable else f"{first.kind}, refused: {first.refused}"
         kind = kind if first.repeats == 1 else f"{kind}, run {first.repeats}x"
-        table.add_row(number, path, first.source.rsplit("/", 1)[-1], kind, str(len(first.branches)), " ".join(first.transition))
+        table.add_row(
+            number, path, first.source.rsplit("/", 1)[-1], kind, str(len(first.branches)), " ".join(first.transition)
+        )
     return table
 
 
@@ -177,5 +193,7 @@ def _runs(sites: list[Site]) -> Iterator[list[Site]]:
         return
     groups: dict[object, list[Site]] = {}
     for site in sites:
-        groups.setdefault((site.source, site.kind, site.refused, len(site.branches), site.transition, site.repeats), []).append(site)
+        groups.setdefault(
+            (site.source, site.kind, site.refused, len(site.branches), site.transition, site.repeats), []
+        ).append(site)
     yield from groups.values()

@@ -78,7 +78,11 @@ def _concatenates(user: Node, part: Node, updated: Node) -> bool:
     pieces = list(_pieces(user))
     if base is None or pieces.count(updated) != 1:
         return False
-    return any((source := slice_base(strip(p))) is not None and strip(source) is strip(base) for p in pieces if p is not updated)
+    return any(
+        (source := slice_base(strip(p))) is not None and strip(source) is strip(base)
+        for p in pieces
+        if p is not updated
+    )
 
 
 def _pieces(cat: Node) -> Iterator[Node]:

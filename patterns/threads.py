@@ -37,7 +37,9 @@ class Threads:
         self._all: list[Thread] = []
         self._of: dict[Site, Thread] = {}
         self.carrier: dict[Site, Node] = {}
-        self._latest: tuple[Site, set[Node]] | None = None  # and its branch region: a sum that grows add by add asks again and again
+        self._latest: tuple[Site, set[Node]] | None = (
+            None  # and its branch region: a sum that grows add by add asks again and again
+        )
 
     @property
     def found(self) -> list[Thread]:
@@ -151,7 +153,11 @@ class Threads:
     def _terms_behind(self, term: Term, node: Node) -> list[Term]:
         """The terms of a sum that stands behind casts and dropout, made in the same module as the add `node`."""
         inner = strip(term.operands[0])
-        if term.op != "value" or inner in self._chain.results or dialect.module_path(inner) != dialect.module_path(node):
+        if (
+            term.op != "value"
+            or inner in self._chain.results
+            or dialect.module_path(inner) != dialect.module_path(node)
+        ):
             return []  # a sum made inside the branch's own module (routed and shared experts) is that branch's affair
         return self._sums.flat.get(inner, [])
 

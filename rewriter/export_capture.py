@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +90,22 @@ def _blame_asked(
         raise blame from error
 
 
+def _export(model: nn.Module, attempt: Attempt, preserve: Sequence[str]) -> torch.export.ExportedProgram:
+    """torch.export prints the whole graph where it fails: only what the model itself prints, when it succeeds, is let through."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        program = torch.export.export(
+            model,
+            attempt.args,
+            attempt.kwargs,
+            dynamic_shapes=attempt.dynamic_shapes or None,
+            strict=False,
+            preserve_module_call_signature=tuple(preserve),
+        )
+    sys.stdout.write(printed.getvalue())
+    return program
+
+
 def _first_success(
     model: nn.Module,
     tries: Sequence[Attempt],
@@ -98,14 +117,7 @@ def _first_success(
     first: Exception | None = None
     for attempt in tries:
         try:
-            program = torch.export.export(
-                model,
-                attempt.args,
-                attempt.kwargs,
-                dynamic_shapes=attempt.dynamic_shapes or None,
-                strict=False,
-                preserve_module_call_signature=tuple(preserve),
-            )
+            program = _export(model, attempt, preserve)
         except Exception as error:
             first = first or error
             if is_data_dependent(error) or is_unknown_output(error):

@@ -160,9 +160,7 @@ def _is_plain(value: Any) -> bool:
     return type(value) in (tuple, list, dict)
 
 
-def _replace(
-    graph: fx.Graph, region: _Region, position: dict[fx.Node, int], mapping: dict[fx.Node, fx.Node]
-) -> None:
+def _replace(graph: fx.Graph, region: _Region, position: dict[fx.Node, int], mapping: dict[fx.Node, fx.Node]) -> None:
     call = region.call
     last = next((node for node in reversed(region.nodes) if call_entries(node)[-1:] != []), region.nodes[-1])
     args, kwargs = _through(mapping, (call.args, call.kwargs))

@@ -48,11 +48,11 @@ def leaf_paths(model: nn.Module, open_paths: Iterable[str], graph: fx.Graph) -> 
     """
     called = called_paths(graph)
     opened = {id(model.get_submodule(path)) for path in open_paths}
-    holds_open = {
-        id(module) for module in model.modules() if any(id(inner) in opened for inner in module.modules())
-    }
+    holds_open = {id(module) for module in model.modules() if any(id(inner) in opened for inner in module.modules())}
     leaves = list(_walk(model, "", holds_open, called))
-    return leaves + [path for path in _called_from_outside(graph, leaves) if id(model.get_submodule(path)) not in holds_open]
+    return leaves + [
+        path for path in _called_from_outside(graph, leaves) if id(model.get_submodule(path)) not in holds_open
+    ]
 
 
 def _called_from_outside(graph: fx.Graph, leaves: list[str]) -> list[str]:

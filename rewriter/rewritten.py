@@ -58,13 +58,9 @@ class Rewritten(GraphedModule):
     def origin(self) -> Origin:
         """The model it was made from, with its root parameters, buffers and training flag as they are here."""
         model = self._origin.model
-        for own, original in (
-            (self._parameters, model._parameters),
-            (self._buffers, model._buffers),
-            (self._modules, model._modules),
-        ):
-            original.update({name: value for name, value in own.items() if name in original})  # type: ignore[arg-type]
-        model.training = self.training
+        model._parameters.update({name: self._parameters[name] for name in model._parameters})
+        model._buffers.update({name: self._buffers[name] for name in model._buffers})
+        model._modules.update({name: self._modules[name] for name in model._modules})
         return self._origin
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

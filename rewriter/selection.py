@@ -21,7 +21,9 @@ def chosen_streams(found: Sequence[Stream], streams: Streams, taken: Sequence[in
     if streams is None:
         free = [s.index for s in found if s.index not in taken]
         if not free:
-            raise SelectionError("every stream of this model is rewritten already; resfx.revert gives the plain model back")
+            raise SelectionError(
+                "every stream of this model is rewritten already; resfx.revert gives the plain model back"
+            )
         return free
     wanted = [streams] if isinstance(streams, int) else list(streams)
     for index in wanted:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from resfx.captured import Captured
 from resfx.capture_errors import CaptureError
+from resfx.captured import Captured
 from resfx.environment import training_mode
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -35,7 +35,11 @@ def verify_capture(model: nn.Module, captured: Captured, args: Sequence[Any], kw
 
 def _leaves(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     device = next((p.device for p in module.parameters() if p.device.type != "cpu"), None)
-    with training_mode(module, "eval"), torch.no_grad(), torch.random.fork_rng([device] if device else [], enabled=True):
+    with (
+        training_mode(module, "eval"),
+        torch.no_grad(),
+        torch.random.fork_rng([device] if device else [], enabled=True),
+    ):
         torch.manual_seed(0)
         output = module(*args, **kwargs)
     leaves = pytree.tree_flatten_with_path(output)[0]
@@ -50,7 +54,9 @@ def _compare(path: str, expected: torch.Tensor, actual: torch.Tensor) -> None:
         )
     if torch.equal(expected, actual):
         return
-    a, b = (t.detach().to(torch.complex128 if t.is_complex() else torch.float64).nan_to_num() for t in (expected, actual))
+    a, b = (
+        t.detach().to(torch.complex128 if t.is_complex() else torch.float64).nan_to_num() for t in (expected, actual)
+    )
     difference = float((a - b).norm() / a.norm().clamp_min(1e-12))
     if difference > _TOLERANCE.get(expected.dtype, 1e-5):
         raise CaptureError(
