@@ -153,7 +153,7 @@ class BiasOnEachScore(Net):
 
 @case()
 class BiasFromTheStream(Net):
-    """The same with a bias computed once from the stream's start: later scores depend on it, through the other stream only."""
+    """The same with a bias computed once from the stream's start: later scores depend on it through x only."""
 
     def forward(self, x: Tensor) -> Tensor:
         start = self.n(x)
@@ -243,7 +243,15 @@ class ConvexGate(Net):
 class ConvexGateBySubtraction(Net):
     def forward(self, x: Tensor) -> Tensor:
         gate = self.h(x).sigmoid()
-        return x + gate * (self.f(x) - x)  # MISS structure: gated mix
+        difference = self.f(x) - x  # MISS structure: a difference
+        return x + gate * difference  # MISS structure: gated mix
+
+
+@case(streams=0)
+class ConvexGateFused(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        difference = self.f(x) - x  # MISS structure: a difference
+        return torch.addcmul(x, self.h(x).sigmoid(), difference)  # MISS structure: gated mix
 
 
 @case(streams=0)
@@ -260,18 +268,6 @@ class GatedRecurrence(Net):
         update = (self.f(x) + self.g(state)).sigmoid()
         fresh = (self.h(x) + self.f(state)).tanh()
         return (1 - update) * fresh + update * state  # MISS structure: gated mix
-
-
-@case(streams=0)
-class LearnedConvexMix(Net):
-    """One number decides how much of the state stays: no gate computed from the input, but not a residual either."""
-
-    def setup(self) -> None:
-        self.gate = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        t = self.gate.sigmoid()
-        return t * x + (1 - t) * self.f(x)
 
 
 # -- values that come back: `order`, `shape`
