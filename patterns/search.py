@@ -20,7 +20,7 @@ from resfx.patterns.readings import Candidate, Reading, Sums, data_users
 from resfx.patterns.rejected import Rejected
 from resfx.patterns.resolution import Resolution
 from resfx.patterns.slices import rebuilt_whole, same_source, strip
-from resfx.patterns.streams import Kind, Site, Term
+from resfx.patterns.streams import Kind, Side, Site, Term
 from resfx.patterns.threads import Thread, Threads
 
 _MERGE = "what is added to {} comes back from another resolution: an encoder-decoder merge"
@@ -89,17 +89,34 @@ class Search:
     def _merge(self, node: Node) -> bool:
         """`(x + a(x)) + b(x)`: branches that read the same state are one site, completed by the outer add."""
         for term in self._sums.direct[node]:
-            site = self._chain.results.get(term.operands[0]) if term.op == "value" else None
-            if site is None or site.result is not site.node or term.scale != 1 or data_users(site.result) != 1:
+            inner, site = self._unread_site(term)
+            if site is None:
                 continue
-            others = tuple(t for t in self._sums.flatten(node, across_modules=False) if t is not term)
+            terms = self._sums.flatten(node, across_modules=False)
+            others = tuple(t for t in terms if t.operands[0] is not site.result)
             more = tuple(t for t in others if self._facts.learned(t, self._threads.carrier[site]))
-            if more:
-                del self._verdicts[site.node]
+            if more and len(others) == len(terms) - 1:
+                for grown in (site.node, *inner):
+                    self._verdicts.pop(grown, None)
                 self._threads.grow(site, node, others, more)
                 self._verdicts[node] = site
                 return True
         return False
+
+    def _unread_site(self, term: Term) -> tuple[list[Node], Site | None]:
+        """The site whose result the term is, if nobody else reads it; side adds in between (the nodes) are passed."""
+        passed: list[Node] = []
+        value = term.operands[0]
+        while term.op == "value" and term.scale == 1 and data_users(value) == 1:
+            site = self._chain.results.get(value)
+            if site is not None:
+                return passed, site if site.result is site.node else None
+            step = self._chain.step(value) if value in self._sums.direct else None
+            if not isinstance(step, Side):
+                break
+            passed.append(value)
+            value = step.before
+        return [], None
 
     def _find_site(self, node: Node, terms: list[Term]) -> Candidate | Rejected | None:
         varying = [t for t in terms if any(o not in self._facts.static for o in t.operands)]

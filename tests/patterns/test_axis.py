@@ -1,0 +1,105 @@
+"""The feature axis is told by what stands next to the stream: norms, linear maps, convolutions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from patterns_marks import CASES, ConvNet, D, Net, case
+from torch import Tensor, nn
+
+AXES: dict[type[nn.Module], int | None] = {}
+
+
+def axis(expected: int | None, *shapes: tuple[int, ...]):  # type: ignore[no-untyped-def]
+    def register(model: type[nn.Module]) -> type[nn.Module]:
+        AXES[model] = expected
+        return case(*shapes)(model)
+
+    return register
+
+
+@axis(-1)
+class LayerNormLast(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(self.n(x))  # SITE
+
+
+@axis(-1)
+class RmsNormByHand(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.float()
+        h = self.a * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).type_as(x)
+        return x + self.f(h)  # SITE
+
+
+@axis(-3, (1, D, 8, 8))
+class Convolutions(ConvNet):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.n(self.f(x))).relu()  # SITE
+
+
+@axis(-2, (2, D, 6))
+class Convolutions1d(Net):
+    def setup(self) -> None:
+        self.f = nn.Sequential(nn.Conv1d(D, D, 3, padding=1), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x)  # SITE
+
+
+@axis(-1, (2, 6, D))
+class MlpMixer(Net):
+    """Tokens and channels are mixed in turn: the norms tell which axis is the feature axis."""
+
+    def setup(self) -> None:
+        self.tokens = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.tokens(self.n(x).transpose(1, 2)).transpose(1, 2)  # SITE
+        return x + self.f(self.m(x))  # SITE
+
+
+@axis(-3, (1, D, 8, 8))
+class ConvNeXt(ConvNet):
+    def setup(self) -> None:
+        super().setup()
+        self.conv, self.up, self.norm = nn.Conv2d(D, D, 3, padding=1, groups=D), nn.Linear(D, D), nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(self.norm(self.conv(x).permute(0, 2, 3, 1)))
+        return x + h.permute(0, 3, 1, 2)  # SITE
+
+
+@axis(-1, (1, 8, 8, D))
+class ConvolutionsInChannelsLast(ConvNet):
+    """The state has its channels last and is permuted for each convolution."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)  # SITE
+
+
+@axis(-2, (2, D, 6))
+class StateMovedAfterTheFirstSite(Net):
+    """The axis is counted in the layout that the stream starts with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.f(x.transpose(1, 2)).transpose(1, 2)  # SITE
+        x = x.transpose(1, 2)
+        return x + self.g(self.n(x))  # SITE
+
+
+@axis(None, (5, 5))
+class Contradiction(Net):
+    """One branch maps the rows, the other one the columns: nothing tells which is the feature axis."""
+
+    def setup(self) -> None:
+        self.f, self.g = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.f(x)  # SITE
+        return x + self.g(x.T).T  # SITE
+
+
+@pytest.mark.parametrize("case", CASES[__name__], ids=lambda c: c.model.__name__)
+def test_axis(case) -> None:  # type: ignore[no-untyped-def]
+    assert case.check().streams[0].axis == AXES[case.model]

@@ -1,0 +1,110 @@
+"""What a user reads: explain, to_dict and print of the residual map."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from patterns_marks import D
+from torch import Tensor, nn
+
+import resfx
+from resfx.patterns import Rejected
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.map = nn.LayerNorm(D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.map(self.norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 2, turns: int = 1) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.out, self.turns = nn.Linear(D, D), turns
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.turns):
+            for block in self.blocks:
+                x = block(x)
+        y = self.out(x)
+        return y + torch.sin(y)
+
+
+def found(depth: int = 2, turns: int = 1) -> resfx.ResidualMap:
+    return resfx.find(Model(depth, turns).eval(), (torch.randn(2, 5, D),))
+
+
+@pytest.fixture(scope="module")
+def residuals() -> resfx.ResidualMap:
+    return found()
+
+
+def test_explain_a_site(residuals: resfx.ResidualMap) -> None:
+    site = residuals.sites[1]
+    line = f"{site.source}: site 1 of stream 0 (plain, 1 branch)"
+    assert residuals.explain("blocks.1") == line
+    assert residuals.explain(site.node.name) == line
+    assert len(residuals.explain(site.source).splitlines()) == 2  # the same line of code in both blocks
+    assert residuals.explain("test_report.py:" + site.source.rsplit(":", 1)[1]) == residuals.explain(site.source)
+
+
+def test_explain_a_refusal(residuals: resfx.ResidualMap) -> None:
+    (miss,) = residuals.rejected
+    assert not miss
+    assert residuals.explain(miss.source) == f"{miss.source}: no site (learned): {miss.reason}"
+    assert "meets no weight" in miss.reason
+
+
+def test_explain_names_what_it_was_asked(residuals: resfx.ResidualMap) -> None:
+    assert residuals.explain("blocks.7") == "no sum of two or more computed terms at 'blocks.7'"
+
+
+def test_a_reason_is_formatted_when_read(residuals: resfx.ResidualMap) -> None:
+    node = residuals.sites[0].node
+    rejected = Rejected(node, "shape", "{} is not {}", (node, 3))
+    assert rejected.reason == f"{node.name} is not 3"
+
+
+def test_to_dict_is_json(residuals: resfx.ResidualMap) -> None:
+    data = json.loads(json.dumps(residuals.to_dict()))
+    (stream,) = data["streams"]
+    assert [site["path"] for site in stream["sites"]] == ["blocks.0", "blocks.1"]
+    assert [site["index"] for site in stream["sites"]] == [0, 1]
+    assert all(site["rewritable"] and site["kind"] == "plain" for site in stream["sites"])
+    assert stream["axis"] == -1
+    assert [miss["stage"] for miss in data["rejected"]] == ["learned"]
+
+
+def test_print(residuals: resfx.ResidualMap) -> None:
+    text = str(residuals)
+    assert "1 residual streams, 2 sites" in text
+    assert "blocks.0" in text
+    assert "blocks.1" in text
+    assert f"test_report.py:{residuals.sites[0].source.rsplit(':', 1)[1]}" in text
+    assert "1 sums are no residual update" in text
+    assert max(len(line) for line in text.splitlines()) <= 140
+
+
+def test_print_of_many_sites_gathers_equal_ones() -> None:
+    text = str(found(depth=30))
+    assert "0..29 (30)" in text
+    assert "blocks.0 .. blocks.29" in text
+
+
+def test_loops_are_printed_and_in_the_data() -> None:
+    looped = found(depth=2, turns=3)
+    assert "run 3x" in str(looped)
+    (loop,) = looped.to_dict()["loops"]
+    assert (loop["count"], loop["branches"]) == (3, 2)
+
+
+def test_print_of_nothing() -> None:
+    empty = resfx.find(nn.Sequential(nn.Linear(D, D), nn.ReLU()), (torch.randn(2, D),))
+    assert str(empty).startswith("no residual connection found")
+    assert empty.sites == []
