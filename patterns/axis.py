@@ -179,8 +179,10 @@ def _permutation(node: Node, rank: int) -> list[int] | None:
     if name == "permute":
         dims: Any = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
         return [int(d) % rank for d in dims]
+    if name == "T":
+        return list(range(rank))[::-1]
     if name == "transpose":
-        a, b = (int(args[0]) % rank, int(args[1]) % rank) if len(args) == 2 else (0, rank - 1)  # type: ignore[arg-type]
+        a, b = (int(args[0]) % rank, int(args[1]) % rank) if len(args) == 2 else (rank - 2, rank - 1)  # type: ignore[arg-type]
         order = list(range(rank))
         order[a], order[b] = order[b], order[a]
         return order

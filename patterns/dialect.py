@@ -20,6 +20,7 @@ _RENAMED = {
     "iadd": "add", "radd": "add", "isub": "sub", "subtract": "sub", "imul": "mul", "rmul": "mul", "multiply": "mul",
     "truediv": "div", "itruediv": "div", "true_divide": "div", "divide": "div", "rsub": "rsub", "concat": "cat",
     "concatenate": "cat", "negative": "neg", "t": "transpose", "swapaxes": "transpose", "swapdims": "transpose",
+    "mT": "transpose", "mH": "transpose", "matrix_H": "transpose", "adjoint": "transpose", "numpy_T": "T",
     "moveaxis": "movedim", "matmul": "matmul", "imatmul": "matmul", "pow": "pow", "ipow": "pow",
     "nn_dropout": "dropout", "scaled_dot_product_attention": "attention",
 }  # fmt: skip
@@ -31,7 +32,7 @@ CAST = frozenset(
     "_autocast_to_full_precision _autocast_to_reduced_precision requires_grad".split()
 )
 LAYOUT = frozenset(
-    "view reshape _unsafe_view view_as reshape_as permute transpose movedim flatten unflatten squeeze unsqueeze "
+    "view reshape _unsafe_view view_as reshape_as permute transpose T movedim flatten unflatten squeeze unsqueeze "
     "_reshape_copy _reshape_alias view_copy _add_batch_dim _remove_batch_dim".split()
 )
 EXPAND = frozenset("expand expand_as broadcast_to".split())

@@ -27,7 +27,7 @@ aten = torch.ops.aten
         ("div", [operator.truediv, operator.itruediv, torch.div, torch.true_divide, aten.div.Tensor, "div_"]),
         ("neg", [operator.neg, torch.neg, torch.negative, aten.neg.default]),
         ("matmul", [operator.matmul, torch.matmul, aten.matmul.default, "__matmul__"]),
-        ("transpose", [torch.t, torch.transpose, torch.swapaxes, torch.swapdims, aten.transpose.int, aten.t.default, "t"]),
+        ("transpose", [torch.t, torch.transpose, torch.swapaxes, torch.swapdims, aten.transpose.int, aten.t.default, "t", aten.mT.default]),
         ("cat", [torch.cat, torch.concat, torch.concatenate, aten.cat.default]),
         ("addcmul", [torch.addcmul, aten.addcmul.default, aten.addcmul_.default, "addcmul_"]),
         ("dropout", [F.dropout, torch.dropout, aten.dropout.default, aten.dropout_.default]),

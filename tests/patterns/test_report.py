@@ -83,11 +83,11 @@ def test_to_dict_is_json(residuals: resfx.ResidualMap) -> None:
 
 def test_print(residuals: resfx.ResidualMap) -> None:
     text = str(residuals)
-    assert "1 residual streams, 2 sites" in text
+    assert "1 residual stream, 2 sites" in text
     assert "blocks.0" in text
     assert "blocks.1" in text
     assert f"test_report.py:{residuals.sites[0].source.rsplit(':', 1)[1]}" in text
-    assert "1 sums are no residual update" in text
+    assert "sums that are no residual update: 1; explain(path) tells why" in text
     assert max(len(line) for line in text.splitlines()) <= 140
 
 
