@@ -1,8 +1,8 @@
-"""Immediate dominators of a graph: for each node the nearest earlier value that everything it is computed from goes through.
+"""Immediate dominators of a graph: for each node the nearest earlier value that all it is computed from goes through.
 
-A graph of operations has no cycles, so one pass in graph order does: a node's dominator is the nearest common ancestor of its inputs in the
-tree of dominators built so far. Every node also points to one ancestor far up (Myers' skew-binary jumps), which makes each
-look-up logarithmic, also over long skips.
+A graph of operations has no cycles, so one pass in graph order does: a node's dominator is the nearest common ancestor of
+its inputs in the tree of dominators built so far. Every node also points to one ancestor far up (Myers' skew-binary
+jumps), which makes each look-up logarithmic, also over long skips.
 """
 
 from __future__ import annotations

