@@ -66,7 +66,9 @@ def _linear(x: Tensor, weight: Tensor, dim: int) -> Tensor:
     return F.linear(x.movedim(dim, -1), weight).movedim(-1, dim)
 
 
-def _weights(sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int) -> tuple[Tensor, ...]:
+def routing_weights(
+    sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int
+) -> tuple[Tensor, ...]:
     """softmax_i(query . (rms(v_i) * key_norm)), one weight per token and source, never stacking the sources."""
     key = _wide(query) * _wide(key_norm)
     scores = []
@@ -77,7 +79,7 @@ def _weights(sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: fl
 
 
 def _routed(sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int) -> Tensor:
-    weights = _weights(sources, query, key_norm, eps, dim)
+    weights = routing_weights(sources, query, key_norm, eps, dim)
     return reduce(torch.add, [a * _wide(v) for a, v in zip(weights, sources, strict=True)])
 
 
@@ -135,7 +137,7 @@ def scalar_gate(h: Tensor, read: Tensor, logit: Tensor) -> Tensor:
 def vector_gate(h: Tensor, read: Tensor, weight: Tensor, bias: Tensor, dim: int) -> Tensor:
     """(1 - g) h + g read, g = sigmoid(weight [D, D] h + bias [D])."""
     with _full_precision(h):
-        return _blend(h, read, _channel_gate(h, weight, bias, dim))
+        return _blend(h, read, channel_gate(h, weight, bias, dim))
 
 
 @_example(_like_state)
@@ -150,7 +152,8 @@ def _blend(plain: Tensor, value: Tensor, amount: Tensor) -> Tensor:
     return (wide + amount * (_wide(value) - wide)).to(plain.dtype)
 
 
-def _channel_gate(h: Tensor, weight: Tensor, bias: Tensor, dim: int) -> Tensor:
+def channel_gate(h: Tensor, weight: Tensor, bias: Tensor, dim: int) -> Tensor:
+    """g = sigmoid(W h + b), W [D, D], b [D]; in the dtype of statistics."""
     wide = _wide(h)
     return torch.sigmoid(_linear(wide, _wide(weight), dim) + _along(_wide(bias), wide, dim))
 
@@ -161,19 +164,24 @@ def review_write(
 ) -> Tensor:
     """h + factor r u, r = sigmoid(W [rms(h), rms(u)] + b), W [D, 2D], b [D]."""
     with _full_precision(h):
-        wide_h, wide_u, w = _wide(h), _wide(u), _wide(weight)
-        d = w.shape[0]
-        from_h = _linear(wide_h * _inverse_rms(wide_h, eps, dim), w[:, :d], dim)
-        from_u = _linear(wide_u * _inverse_rms(wide_u, eps, dim), w[:, d:], dim)
-        gate = torch.sigmoid(from_h + from_u + _along(_wide(bias), wide_h, dim))
-        return (wide_h + factor * gate * wide_u).to(h.dtype)
+        gate = review_gate(h, u, weight, bias, eps, dim)
+        return (_wide(h) + factor * gate * _wide(u)).to(h.dtype)
+
+
+def review_gate(h: Tensor, u: Tensor, weight: Tensor, bias: Tensor, eps: float, dim: int) -> Tensor:
+    """r = sigmoid(W [rms(h), rms(u)] + b), W [D, 2D], b [D]; in the dtype of statistics."""
+    wide_h, wide_u, w = _wide(h), _wide(u), _wide(weight)
+    d = w.shape[0]
+    from_h = _linear(wide_h * _inverse_rms(wide_h, eps, dim), w[:, :d], dim)
+    from_u = _linear(wide_u * _inverse_rms(wide_u, eps, dim), w[:, d:], dim)
+    return torch.sigmoid(from_h + from_u + _along(_wide(bias), wide_h, dim))
 
 
 @_example(_like_state)
 def highway_write(h: Tensor, u: Tensor, weight: Tensor, bias: Tensor, dim: int, factor: float = 1.0) -> Tensor:
     """h + factor g u, g = sigmoid(W h + b), W [D, D], b [D]."""
     with _full_precision(h):
-        gate = _channel_gate(h, weight, bias, dim)
+        gate = channel_gate(h, weight, bias, dim)
         return (_wide(h) + factor * gate * _wide(u)).to(h.dtype)
 
 
@@ -181,7 +189,7 @@ def highway_write(h: Tensor, u: Tensor, weight: Tensor, bias: Tensor, dim: int, 
 def convex_highway_write(h: Tensor, u: Tensor, weight: Tensor, bias: Tensor, dim: int) -> Tensor:
     """(1 - g) h + g u, g = sigmoid(W h + b), W [D, D], b [D]."""
     with _full_precision(h):
-        return _blend(h, u, _channel_gate(h, weight, bias, dim))
+        return _blend(h, u, channel_gate(h, weight, bias, dim))
 
 
 @_example(_like_state)
@@ -209,9 +217,14 @@ def pool(
 ) -> Tensor:
     """sum_i p_i s_i, p = softmax_i(w_alpha . rms(s_i) / sqrt(D)), in `dtype`, else in that of the first stream."""
     with _full_precision(streams[0]):
-        weights = torch.stack(_logits(streams, w_alpha, eps, dim)).softmax(0).unbind(0)
+        weights = pool_weights(streams, w_alpha, eps, dim)
         pooled = reduce(torch.add, [p * _wide(s) for p, s in zip(weights, streams, strict=True)])
         return pooled.to(dtype or streams[0].dtype)
+
+
+def pool_weights(streams: Sequence[Tensor], w_alpha: Tensor, eps: float, dim: int) -> tuple[Tensor, ...]:
+    """softmax_i(w_alpha . rms(s_i) / sqrt(D)), one weight per token and stream."""
+    return torch.stack(_logits(streams, w_alpha, eps, dim)).softmax(0).unbind(0)
 
 
 def _like_streams(streams: Sequence[Tensor], *rest: object) -> list[Tensor]:
@@ -231,8 +244,7 @@ def independent_mix(
 ) -> list[Tensor]:
     """s_i <- (1 - b_i) s_i + b_i u, b_i = sigmoid(w_beta . rms(s_i) / sqrt(D) + b_beta_i). Dtype as in `pool`."""
     with _full_precision(u):
-        logits = _logits(streams, w_beta, eps, dim)
-        gates = [torch.sigmoid(z + b) for z, b in zip(logits, _wide(b_beta).unbind(0), strict=True)]
+        gates = independent_gates(streams, w_beta, b_beta, eps, dim)
         return _mixed(streams, u, gates, dtype or streams[0].dtype)
 
 
@@ -251,10 +263,25 @@ def competitive_mix(
     Dtype as in `pool`.
     """
     with _full_precision(u):
-        logits = _logits(streams, w_beta, eps, dim)
-        first = _wide(forget).reshape([1] * u.dim()).expand_as(logits[0])
-        gates = torch.stack([first, *logits]).softmax(0).unbind(0)[1:]
+        gates = competitive_gates(streams, w_beta, forget, eps, dim)
         return _mixed(streams, u, gates, dtype or streams[0].dtype)
+
+
+def independent_gates(
+    streams: Sequence[Tensor], w_beta: Tensor, b_beta: Tensor, eps: float, dim: int
+) -> list[Tensor]:
+    """b_i = sigmoid(w_beta . rms(s_i) / sqrt(D) + b_beta_i), one per token and stream."""
+    logits = _logits(streams, w_beta, eps, dim)
+    return [torch.sigmoid(z + b) for z, b in zip(logits, _wide(b_beta).unbind(0), strict=True)]
+
+
+def competitive_gates(
+    streams: Sequence[Tensor], w_beta: Tensor, forget: Tensor, eps: float, dim: int
+) -> list[Tensor]:
+    """softmax([forget, w_beta . rms(s_1) / sqrt(D), ..]) without its first entry."""
+    logits = _logits(streams, w_beta, eps, dim)
+    first = _wide(forget).reshape([1] * logits[0].dim()).expand_as(logits[0])
+    return list(torch.stack([first, *logits]).softmax(0).unbind(0)[1:])
 
 
 def _mixed(streams: Sequence[Tensor], u: Tensor, gates: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
