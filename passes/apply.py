@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule
@@ -11,6 +12,7 @@ from resfx.passes.editor import Editor
 from resfx.passes.errors import Refusal
 from resfx.passes.form import Form
 from resfx.passes.legality import reason_to_refuse
+from resfx.passes.loops import Loops
 from resfx.passes.parameters import ModuleParameters, Parameters
 from resfx.passes.walk import Plan, Select, Walk
 from resfx.patterns.streams import Stream
@@ -48,12 +50,15 @@ def apply_all(
     *,
     prefix: str = "residual",
     parameters: Parameters | None = None,
+    streams: Sequence[Stream] = (),
 ) -> list[Applied | Refusal]:
     """Rewrite several streams of one graph; results in the order of `plans`. Errors: CheckError, EditError.
 
-    Streams that enclose others go first: an inner stream then starts from what the outer one lets it read.
+    Streams that enclose others go first: an inner stream then starts from what the outer one lets it read. `streams`
+    are all streams of the graph, planned or not: those that run through a body forbid to repeat it.
     """
     editor = Editor(graph_module)
+    loops = Loops(editor, plans, streams)
     position = {node: index for index, node in enumerate(graph_module.graph.nodes)}
     store = parameters if parameters is not None else ModuleParameters(graph_module)
 
@@ -64,19 +69,22 @@ def apply_all(
 
     results: dict[int, Applied | Refusal] = {}
     for index in sorted(range(len(plans)), key=outermost_first):
-        results[index] = _apply_one(editor, plans[index], prefix, store)
+        results[index] = _apply_one(editor, plans[index], prefix, store, loops)
     editor.finish()
     names = [name for result in results.values() if isinstance(result, Applied) for name in result.parameters]
     check(editor, names)
+    if loops.cut(prefix):
+        check(editor, names)
     return [results[index] for index in range(len(plans))]
 
 
-def _apply_one(editor: Editor, plan: Plan, prefix: str, store: Parameters) -> Applied | Refusal:
+def _apply_one(editor: Editor, plan: Plan, prefix: str, store: Parameters, loops: Loops) -> Applied | Refusal:
     chosen = [site for site in plan.stream.sites if plan.select is None or plan.select(site)]
-    reason = reason_to_refuse(editor, plan.stream, plan.form, chosen)
+    reason = reason_to_refuse(editor, plan.stream, plan.form, chosen) or loops.refuse(plan)
     if reason is not None:
         return Refusal(plan.stream.index, plan.form.to_spec(), reason)
-    walk = Walk(editor, plan, frozenset(site.index for site in chosen), prefix, store)
-    walk.run()
     numbers = tuple(site.index for site in chosen)
+    walk = Walk(editor, plan, frozenset(numbers), prefix, store, loops.runs(plan))
+    walk.run()
+    loops.add(plan, walk.entry, walk.current)
     return Applied(plan.stream.index, plan.form.to_spec(), numbers, tuple(walk.stage.names), dict(walk.counts))

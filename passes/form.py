@@ -28,6 +28,7 @@ class Stage(Protocol):
     stream: Stream
     dim: int  # the feature axis of every value, as an index from the front or the end
     warm: bool  # start as the identical function; matters to forms whose `warm_by_mix` is False
+    loops: int  # how often the stream is repeated by its form and by those of the streams around it
 
     @property
     def size(self) -> int:
@@ -99,6 +100,11 @@ class Form:
     def warm_by_mix(self) -> bool:
         """Whether a warm start blends every read with the plain state; False: the form itself sees to it."""
         return True
+
+    @property
+    def loop_count(self) -> int | None:
+        """How often the whole stream runs; None: its nodes stay in the graph, to run as often as the model does."""
+        return None
 
     @property
     def is_tied(self) -> bool:

@@ -8,7 +8,8 @@ import torch
 
 from resfx.passes.editor import Editor, value_of
 from resfx.passes.form import Form
-from resfx.passes.layouts import read_step
+from resfx.passes.layouts import keeps_size, read_step
+from resfx.passes.terms import has_plain_skip
 from resfx.patterns.streams import Layout, Site, Stream
 
 
@@ -29,6 +30,8 @@ def _refused_site(site: Site) -> str | None:
     where = f"site {site.index} ({site.path or 'root'}, {site.source or 'no source line'})"
     if site.refused is not None:
         return f"{where}: {site.refused}; leave it out with select="
+    if site.region and not has_plain_skip(site):
+        return f"{where} scales a slice of the state in its sum (by {site.skip_scale}), but not the rest of it"
     if not site.terms:
         return f"{where} has no update beside the skip"
     if not value_of(site.result).dtype.is_floating_point:
@@ -52,6 +55,8 @@ def _refused_layout(editor: Editor, stream: Stream) -> str | None:
         if not isinstance(event, Layout):
             continue
         before = editor.entry_of(event.before, event.after, ())
+        if not keeps_size(value_of(before).shape, value_of(event.after).shape):
+            return f"{event.after.name} changes how many numbers its state has (torch.vmap hides an axis, for one)"
         if read_step(editor.graph_module, before, event.after) is None:
             return f"{event.after.name} changes its layout in a way that can't be undone"
     return None

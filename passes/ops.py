@@ -193,16 +193,16 @@ def convex_highway_write(h: Tensor, u: Tensor, weight: Tensor, bias: Tensor, dim
 
 
 @_example(_like_state)
-def scaled_write(h: Tensor, u: Tensor, factor: float) -> Tensor:
-    """h + factor u."""
-    return (h + factor * u).to(h.dtype)
+def scaled_write(h: Tensor, u: Tensor, factor: float, loops: int = 1) -> Tensor:
+    """h + factor / loops u; `loops`: how often the body that this write stands in runs."""
+    return (h + factor / loops * u).to(h.dtype)
 
 
 @_example(_like_state)
-def learned_scaled_write(h: Tensor, u: Tensor, lam: Tensor, divisor: float) -> Tensor:
-    """h + lam / divisor * u, lam []. The divisor is rounded to lam's dtype, so that lam = divisor means exactly 1."""
+def learned_scaled_write(h: Tensor, u: Tensor, lam: Tensor, divisor: float, loops: int = 1) -> Tensor:
+    """h + lam / (divisor loops) u, lam []. The divisor is rounded to lam's dtype: lam = divisor loops means exactly 1."""
     with _full_precision(h):
-        factor = _wide(lam) / _wide(lam.new_full((), divisor))
+        factor = _wide(lam) / _wide(lam.new_full((), divisor * loops))
         return (_wide(h) + factor * _wide(u)).to(h.dtype)
 
 

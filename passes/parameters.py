@@ -38,6 +38,18 @@ class ParameterTree(nn.Module):
     """Holds parameters by name; the numbers in a name are child trees. It has nothing to run."""
 
 
+def subtree(module: nn.Module, path: str, name: str) -> ParameterTree:
+    """The tree at `path`, made where it doesn't exist yet. Errors: EditError, saying that `name` can't be added."""
+    for folder in path.split("."):
+        if not hasattr(module, folder):
+            module.add_module(folder, ParameterTree())
+        module = getattr(module, folder)
+        if not isinstance(module, ParameterTree):
+            raise EditError(f"{name} can't be added: the model has a {folder!r} of its own; rename that attribute")
+    assert isinstance(module, ParameterTree)
+    return module
+
+
 class ModuleParameters:
     """Parameters of the graph module itself, made at their first use."""
 
@@ -58,14 +70,8 @@ class ModuleParameters:
         value = torch.full(spec.shape, spec.fill, device=device, dtype=dtype)
         if spec.std > 0:
             value.normal_(spec.fill, spec.std)
-        *folders, leaf = name.split(".")
-        module: nn.Module = self.graph_module
-        for folder in folders:
-            if not hasattr(module, folder):
-                module.add_module(folder, ParameterTree())
-            module = getattr(module, folder)
-            if not isinstance(module, ParameterTree):
-                raise EditError(f"{name} can't be added: the model has a {folder!r} of its own; rename that attribute")
+        folder, _, leaf = name.rpartition(".")
+        module = subtree(self.graph_module, folder, name)
         if hasattr(module, leaf):
             raise EditError(f"the model already has {name}; revert the earlier rewrite or choose another stream")
         module.register_parameter(leaf, nn.Parameter(value))

@@ -2,6 +2,8 @@
 
     write(l) = h + e u, e = lam / (N sqrt(L)); N executions of the site's branch, L distinct branches of the stream.
 
+`loops=K` also repeats the whole stream K times with the same weights (see `resfx.passes.repeat`): then N has the factor K.
+
 Source: On the Residual Scaling of Looped Transformers, arXiv 2606.18524.
 """
 
@@ -21,9 +23,13 @@ from resfx.patterns.streams import Site
 
 @dataclass(frozen=True)
 class ScaledLoop(Form):
-    """`learnable`: lam becomes one scalar parameter for each distinct branch, starting at `lam`."""
+    """`loops`: run the whole stream so many times; None: as often as the model does.
+
+    `learnable`: lam becomes one scalar parameter for each distinct branch, starting at `lam`.
+    """
 
     lam: float = 1.0
+    loops: int | None = None
     learnable: bool = False
 
     name: ClassVar[str] = "scaled_loop"
@@ -32,6 +38,12 @@ class ScaledLoop(Form):
 
     def __post_init__(self) -> None:
         self.require(math.isfinite(self.lam), f"lam={self.lam} must be finite")
+        whole = self.loops is None or (isinstance(self.loops, int) and not isinstance(self.loops, bool))
+        self.require(whole and (self.loops is None or self.loops >= 1), f"loops={self.loops!r} must be a whole number, at least 1")
+
+    @property
+    def loop_count(self) -> int | None:
+        return self.loops
 
     @property
     def is_tied(self) -> bool:
@@ -55,6 +67,6 @@ class _ScaledLoop(StreamState):
         divisor = site.repeats * self.width
         if not (self.form.learnable or self.stage.warm):
             return self.stage.call(ops.scaled_write, h, u, self.form.lam / divisor)
-        start = divisor if self.stage.warm else self.form.lam
+        start = divisor * self.stage.loops if self.stage.warm else self.form.lam
         lam = self.stage.parameter(site, "lam", ParameterSpec((), fill=start))
         return self.stage.call(ops.learned_scaled_write, h, u, lam, divisor)

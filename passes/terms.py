@@ -9,13 +9,18 @@ from torch.fx import Node
 from resfx.passes import ops
 from resfx.passes.editor import Editor, value_of
 from resfx.passes.layouts import same_shape
-from resfx.patterns.streams import Side, Term, Write
+from resfx.patterns.streams import Side, Site, Term, Write
 
 
 def term_nodes(event: Write | Side) -> frozenset[Node]:
     """The operands of the event's terms, which are not part of the stream itself."""
     terms = event.site.terms if isinstance(event, Write) else event.terms
     return frozenset(node for term in terms for node in term.operands)
+
+
+def has_plain_skip(site: Site) -> bool:
+    """Whether the sum takes the state as it is, without a factor."""
+    return not isinstance(site.skip_scale, Node) and site.skip_scale == 1
 
 
 def update_of(editor: Editor, event: Write | Side, path: list[Node], before: Node, state: Node) -> Node:
