@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ def _between_writes(events: Sequence[Event]) -> list[list[Transition]]:
     writes = [i for i, event in enumerate(events) if isinstance(event, Write)]
     return [
         [event for event in events[first:second] if isinstance(event, Transition)]
-        for first, second in zip(writes, writes[1:], strict=False)
+        for first, second in pairwise(writes)
     ]
 
 

@@ -49,7 +49,7 @@ def apply_plans(
     """
     kept = untouched.copied()
     fresh = [replace(plan, stream=untouched.streams[plan.stream.index]) for plan in plans]
-    outcomes = apply_all(module, fresh)
+    outcomes = apply_all(module, fresh, streams=untouched.streams)
     report = _report(untouched, outcomes, named, module)
     applied = tuple(plan for plan, outcome in zip(fresh, outcomes, strict=True) if isinstance(outcome, Applied))
     return _with_flags(Rewritten(module, Origin(plain, applied, kept), report), plain)

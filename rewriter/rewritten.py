@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx, nn
 
 from resfx.graphed import GraphedModule
+from resfx.loops import set_loops
 from resfx.passes import Plan
 from resfx.patterns import ResfxError, ResidualMap
 
@@ -62,6 +63,13 @@ class Rewritten(GraphedModule):
         model._buffers.update({name: self._buffers[name] for name in model._buffers})
         model._modules.update({name: self._modules[name] for name in model._modules})
         return self._origin
+
+    def set_loops(self, stream: int, loops: int) -> None:
+        """Run `stream` (rewritten into `ScaledLoop(loops=..)`) `loops` times from now on; e follows. No new capture.
+
+        Errors: LoopError for a stream without loops, FormError where loops < 1.
+        """
+        set_loops(self, stream, loops)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Not here: a captured graph has no key-value cache. Errors: NotOnRewritten."""
