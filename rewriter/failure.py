@@ -105,7 +105,7 @@ def _remedy(error: BaseException, route: str) -> str:
     if is_data_dependent(error):
         return (
             "This is Python control flow on a tensor's values: use torch.cond there, pass the decision as an argument,"
-            " or use `resfx.attach`, which rewrites what Dynamo captures around it."
+            " or rewrite the submodule that holds the stream."
         )
     if is_unknown_output(error):
         return (
@@ -115,4 +115,4 @@ def _remedy(error: BaseException, route: str) -> str:
     if isinstance(error, TypeError) and "argument" in str(error):
         return "Check args and kwargs: they must be what the model's forward takes."
     other = "fx" if route != "fx" else "export"
-    return f"Check that the model runs on these inputs; else try frontend='{other}' or `resfx.attach`."
+    return f"Check that the model runs on these inputs; else try frontend='{other}'."

@@ -15,13 +15,10 @@ CACHE_FIELDS = {"use_cache": False}
 # Arguments that stand for such a field: constants that mean the same as leaving the argument out.
 SAME_AS_DEFAULT: dict[str, tuple[Any, ...]] = {"use_cache": (None, False), "return_dict": (None, True)}
 HINTS = {
-    "use_cache": "The model was captured without its cache; `resfx.attach` keeps it.",
-    "past_key_values": "The model was captured without its cache; `resfx.attach` keeps it.",
+    "use_cache": "The model was captured without its cache: call it on the whole sequence.",
+    "past_key_values": "The model was captured without its cache: call it on the whole sequence.",
 }
-CACHE_NOTE = (
-    "captured with its key/value cache switched off: past_key_values, where the model returns it, is None"
-    " (`attach` keeps the cache)"
-)
+CACHE_NOTE = "captured with its key/value cache switched off: past_key_values, where the model returns it, is None"
 CACHE_CLASS_WORDS = ("Cache",)
 
 _VISION = 224
