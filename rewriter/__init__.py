@@ -12,9 +12,12 @@ from typing import Any
 from resfx import export, passes, patterns
 from resfx.applying import RewriteError
 from resfx.capture import CaptureError, DynamicDimSpecialized, GuardError, NotAModule
+from resfx.checkpoint import load, save
+from resfx.checkpoint_files import CheckpointError, CheckpointPathError
 from resfx.find import find
 from resfx.passes import CheckError, EditError, Form, FormError
 from resfx.patterns import NoResidualFound, ResfxError, ResidualMap, Site, Stream
+from resfx.published import PublishedNameError, published_to_residual, residual_to_published
 from resfx.revert import NotRewritten, revert
 from resfx.rewrite import rewrite
 from resfx.rewritten import NotOnRewritten, Rewritten
@@ -23,6 +26,8 @@ from resfx.selection import SelectionError
 __all__ = [
     "CaptureError",
     "CheckError",
+    "CheckpointError",
+    "CheckpointPathError",
     "DynamicDimSpecialized",
     "EditError",
     "Form",
@@ -32,6 +37,7 @@ __all__ = [
     "NotAModule",
     "NotOnRewritten",
     "NotRewritten",
+    "PublishedNameError",
     "ResfxError",
     "ResidualMap",
     "RewriteError",
@@ -41,10 +47,14 @@ __all__ = [
     "Stream",
     "export",
     "find",
+    "load",
     "passes",
     "patterns",
+    "published_to_residual",
+    "residual_to_published",
     "revert",
     "rewrite",
+    "save",
 ]
 
 

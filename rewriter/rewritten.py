@@ -62,6 +62,7 @@ class Rewritten(GraphedModule):
         model._parameters.update({name: self._parameters[name] for name in model._parameters})
         model._buffers.update({name: self._buffers[name] for name in model._buffers})
         model._modules.update({name: self._modules[name] for name in model._modules})
+        model.training = self.training
         return self._origin
 
     def set_loops(self, stream: int, loops: int) -> None:
