@@ -16,8 +16,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from resfx.passes.editor import functional_twin, value_of
 from resfx.passes.layouts import same_shape
+from resfx.passes.terms import event_path
 from resfx.patterns.dialect import CAST, LAYOUT, SHAPE_ONLY, op_name
-from resfx.patterns.streams import Event, Stream, Transition, Write
+from resfx.patterns.streams import Event, Stream, Write
 
 # Calls that change a mode for all nodes after them: they can be moved neither into a body nor out of it.
 _MODE_CALLS: tuple[Any, ...] = (
@@ -102,44 +103,44 @@ def end_of(graph_module: GraphModule, stream: Stream) -> Node:
     In a post-norm stream that is the last norm; a view or a cast that brings back the entry's shape and dtype belongs too.
     """
     end = stream.events[-1].after
-    if isinstance(stream.events[-1], Write):
-        end = _after_transitions(graph_module, stream, end)
+    followed = _as_before(graph_module, stream)
+    if followed is not None and end < followed:
+        end = followed
     return _after_layout(stream.entry, end)
 
 
-def _after_transitions(graph_module: GraphModule, stream: Stream, end: Node) -> Node:
-    """The end of a transition like the one between the last two sites, if all sites before have one."""
-    between = _between_writes(stream.events)
-    if not between or not all(between):
-        return end
-    for transition in between[-1]:
-        following = _alike(graph_module, transition, end)
-        if following is None:
-            return stream.events[-1].after
-        end = following
-    return end
+def _as_before(graph_module: GraphModule, stream: Stream) -> Node | None:
+    """The end of what follows the last site, if it is what the rhythm of the sites before foretells."""
+    after = _after_writes(stream.events)
+    kinds = [[_kind(graph_module, node) for node in nodes] for nodes in after]
+    period = next((p for p in range(1, len(after) + 1) if kinds[p:] == kinds[: len(kinds) - p]), 0)
+    if period == 0 or not after[-period]:
+        return None
+    before = [event for event in stream.events if isinstance(event, Write)][-period - 1].after
+    last = next(event for event in reversed(stream.events) if isinstance(event, Write))
+    return _alike(graph_module, before, after[-period], last.after)
 
 
-def _between_writes(events: Sequence[Event]) -> list[list[Transition]]:
-    """The transitions after every write but the last."""
+def _after_writes(events: Sequence[Event]) -> list[list[Node]]:
+    """For every write but the last: the nodes that carry the state from it to the next one."""
     writes = [i for i, event in enumerate(events) if isinstance(event, Write)]
     return [
-        [event for event in events[first:second] if isinstance(event, Transition)]
+        [node for event in events[first + 1 : second] for node in event_path(event.before, event)]
         for first, second in pairwise(writes)
     ]
 
 
-def _alike(graph_module: GraphModule, transition: Transition, state: Node) -> Node | None:
-    """The last node of a copy of `transition` that starts from `state`."""
-    twins = {transition.before: state}
-    for node in transition.nodes:
-        sources = [source for source in node.all_input_nodes if source in twins]
-        users = [user for user in twins[sources[0]].users if user not in twins.values()] if sources else []
+def _alike(graph_module: GraphModule, before: Node, nodes: Sequence[Node], state: Node) -> Node | None:
+    """The last node of what is to `state` as `nodes` are to `before`."""
+    twins = {before: state}
+    for node in nodes:
+        source = next(source for source in node.all_input_nodes if source in twins)
+        users = [user for user in twins[source].users if user not in twins.values()]
         twin = next((user for user in users if _is_twin(graph_module, node, user, twins)), None)
         if twin is None:
             return None
         twins[node] = twin
-    return twins[transition.nodes[-1]]
+    return twins[nodes[-1]]
 
 
 def _is_twin(graph_module: GraphModule, node: Node, other: Node, twins: dict[Node, Node]) -> bool:
@@ -221,6 +222,7 @@ def graph_of(body: Body, modules: dict[str, Node]) -> tuple[Graph, dict[Node, No
         copies[outside] = graph.placeholder(outside.name)
     for outside, inside in copies.items():
         inside.meta = {"val": outside.meta.get("val")}
+    state.meta["custom"] = dict(body.entry.meta.get("custom", {}))  # its marks: it is the first site's state
     for node in body.nodes:
         copies[node] = _copied(graph, node, copies, modules)
     graph.output(tuple(copies[node] for node in (body.end, *body.taps)))

@@ -7,15 +7,25 @@ from collections.abc import Sequence
 from torch.fx import Node
 
 from resfx.passes import ops
-from resfx.passes.editor import Editor, value_of
+from resfx.passes.editor import Editor, carrying_path, value_of
 from resfx.passes.layouts import same_shape
-from resfx.patterns.streams import Side, Site, Term, Write
+from resfx.patterns.streams import Event, Side, Site, Term, Write
 
 
 def term_nodes(event: Write | Side) -> frozenset[Node]:
     """The operands of the event's terms, which are not part of the stream itself."""
     terms = event.site.terms if isinstance(event, Write) else event.terms
     return frozenset(node for term in terms for node in term.operands)
+
+
+def opaque_nodes(event: Event) -> frozenset[Node]:
+    """The nodes that a path through the event must not enter."""
+    return term_nodes(event) if isinstance(event, Write | Side) else frozenset()
+
+
+def event_path(before: Node, event: Event) -> list[Node]:
+    """The nodes that carry the state through the event, from `before` (what it starts from now) on."""
+    return carrying_path(before, event.after, opaque_nodes(event))
 
 
 def has_plain_skip(site: Site) -> bool:

@@ -14,12 +14,12 @@ from typing import Any
 from torch.fx import Node
 
 from resfx.passes import ops
-from resfx.passes.editor import Editor, carrying_path, value_of
+from resfx.passes.editor import Editor, value_of
 from resfx.passes.form import Form
 from resfx.passes.layouts import Layouts, read_step
 from resfx.passes.marks import Mark, update_marks
 from resfx.passes.parameters import Parameters, ParameterSpec
-from resfx.passes.terms import has_plain_skip, term_nodes, update_of
+from resfx.passes.terms import event_path, has_plain_skip, opaque_nodes, update_of
 from resfx.patterns.streams import Event, Layout, Reader, Scale, Side, Site, Stream, Transition, Write
 
 Select = Callable[[Site], bool]
@@ -86,7 +86,7 @@ class Walk:
     def run(self) -> None:
         """Rewrite the stream."""
         entry, first = self.stream.entry, self.stream.events[0]
-        self.original = self.editor.entry_of(entry, first.after, _opaque(first))
+        self.original = self.editor.entry_of(entry, first.after, opaque_nodes(first))
         self.current = self.entry = self.original
         self._place(self.editor.place_after, self.original)
         self.state = self.form.begin(self.stage, self.current)
@@ -114,7 +114,7 @@ class Walk:
             self.stage.latest = event.site
             self._watch(event.site)
         self._place(self.editor.place_before, event.after)
-        path = _path(self.original, event)
+        path = event_path(self.original, event)
         if self.form.keeps_values or self.mixes:
             self._make_functional(event, path)
         written = self._tell(event, path)
@@ -187,7 +187,7 @@ class Walk:
 
     def _serve(self, state: Node, index: int) -> None:
         event = self.stream.events[index] if index < len(self.stream.events) else None
-        path = [] if event is None else _path(self.original, event)
+        path = [] if event is None else event_path(self.original, event)
         values: dict[object, Node] = {}
         for reader in [*self.readers[state], *self._unlisted(state, index, path)]:
             key = (reader.role, reader.site)
@@ -281,14 +281,6 @@ class Walk:
         """No site changes the dtype that the original had there."""
         dtype = value_of(like).dtype
         return value if value_of(value).dtype == dtype else self.editor.call(ops.to_dtype, value, dtype)
-
-
-def _path(before: Node, event: Event) -> list[Node]:
-    return carrying_path(before, event.after, _opaque(event))
-
-
-def _opaque(event: Event) -> frozenset[Node]:
-    return term_nodes(event) if isinstance(event, Write | Side) else frozenset()
 
 
 def _by_state(stream: Stream) -> dict[Node, list[Reader]]:
