@@ -1,7 +1,8 @@
 """Marks: which value of a graph is which site's state, read or update. They are what `resfx.measure` finds its values by.
 
 A mark is a plain dict (it survives deepcopy, saving and re-export) in `meta["custom"]["resfx_marks"]` of the node that has the value:
-`role`, `stream`, `site`, `size` (D, None where the feature axis is unknown), and for a part of an update `term`, `operand`, `op`, `scale`.
+`role`, `stream`, `site`, `size` (D, None where the feature axis is unknown), and for a part of an update `term`, `operand`, `op`, `scale`,
+`terms` (how many values make up the update) and `slice` (it belongs to a slice of the state).
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ def without_marks(custom: dict[str, Any]) -> dict[str, Any]:
 def update_marks(site: Site, base: Mark) -> list[tuple[Node, Node | None, Mark]]:
     """(value, who reads it, mark) of every operand of the site's update, u = sum of scale * op(*operands)."""
     found: list[tuple[Node, Node | None, Mark]] = []
+    whole = {"terms": _count(site), "slice": bool(site.region)}
     for number, term in enumerate(site.terms):
         scale = None if isinstance(term.scale, Node) else float(term.scale)
         for operand, node in enumerate(term.operands):
             what = {"role": "update", "term": number, "operand": operand, "op": term.op, "scale": scale}
-            found.append((node, _reader(site, node), {**base, **what, "terms": _count(site)}))
+            found.append((node, _reader(site, node), {**base, **what, **whole}))
         if isinstance(term.scale, Node):
-            found.append((term.scale, None, {**base, "role": "scale", "term": number, "terms": _count(site)}))
+            found.append((term.scale, None, {**base, "role": "scale", "term": number, **whole}))
     return found
 
 
