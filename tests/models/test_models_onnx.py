@@ -26,7 +26,7 @@ def run_onnx(path: Path, report: resfx.export.OnnxReport, args: Any, kwargs: Any
     return list(session.run(None, feeds))
 
 
-@pytest.mark.parametrize(("name", "form"), pairs())
+@pytest.mark.parametrize(("name", "form"), list(pairs()))
 def test_onnx(name: str, form: str, tmp_path: Path) -> None:
     entry = ZOO[name]
     model, args, kwargs = entry.build()

@@ -40,7 +40,7 @@ class Rewrite:
     result: resfx.Rewritten
 
 
-@pytest.fixture(scope="module", params=cases())
+@pytest.fixture(scope="module", params=list(cases()))
 def case(request: pytest.FixtureRequest) -> Rewrite:
     name, form_name, start = request.param
     entry, form, warm = ZOO[name], FORMS[form_name](), start == "warm"
