@@ -111,6 +111,10 @@ class Form:
         """Whether executions of one branch share their parameters."""
         return bool(getattr(self, "tied", False))
 
+    def learning_rate_factor(self, stream: Stream) -> float:
+        """What the learning rate of the branches of `stream` is multiplied by, so that a rate found elsewhere carries over."""
+        return 1.0
+
     def require(self, condition: bool, message: str) -> None:
         """Refuse a contradictory option. Errors: FormError with the form's name."""
         if not condition:

@@ -18,7 +18,7 @@ from torch.fx import Node
 from resfx.passes import ops
 from resfx.passes.form import AtInit, Form, Stage, StreamState
 from resfx.passes.parameters import ParameterSpec
-from resfx.patterns.streams import Site
+from resfx.patterns.streams import Site, Stream
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,10 @@ class ScaledLoop(Form):
     @property
     def warm_by_mix(self) -> bool:
         return False  # lam starts at N sqrt(L) instead, so that e = 1
+
+    def learning_rate_factor(self, stream: Stream) -> float:
+        """1 / sqrt(L), whatever N is. A step of size r in every branch moves the output by N L e r = lam sqrt(L) r."""
+        return 1.0 / math.sqrt(stream.distinct_branches)
 
     def begin(self, stage: Stage, h0: Node) -> StreamState:
         return _ScaledLoop(self, stage)

@@ -15,13 +15,17 @@ from resfx.capture import CaptureError, DynamicDimSpecialized, GuardError, NotAM
 from resfx.checkpoint import load, save
 from resfx.checkpoint_files import CheckpointError, CheckpointPathError
 from resfx.find import find
+from resfx.measure import MeasureError, measure
+from resfx.measure_report import Report, SiteReading
 from resfx.passes import CheckError, EditError, Form, FormError
 from resfx.patterns import NoResidualFound, ResfxError, ResidualMap, Site, Stream
 from resfx.published import PublishedNameError, published_to_residual, residual_to_published
+from resfx.report_plot import PlotError
 from resfx.revert import NotRewritten, revert
 from resfx.rewrite import rewrite
 from resfx.rewritten import NotOnRewritten, Rewritten
 from resfx.selection import SelectionError
+from resfx.training import TrainingError, parameter_groups
 
 __all__ = [
     "CaptureError",
@@ -33,21 +37,28 @@ __all__ = [
     "Form",
     "FormError",
     "GuardError",
+    "MeasureError",
     "NoResidualFound",
     "NotAModule",
     "NotOnRewritten",
     "NotRewritten",
+    "PlotError",
     "PublishedNameError",
+    "Report",
     "ResfxError",
     "ResidualMap",
     "RewriteError",
     "Rewritten",
     "SelectionError",
     "Site",
+    "SiteReading",
     "Stream",
+    "TrainingError",
     "export",
     "find",
     "load",
+    "measure",
+    "parameter_groups",
     "passes",
     "patterns",
     "published_to_residual",

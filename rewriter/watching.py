@@ -111,7 +111,8 @@ def _wide(value: Tensor) -> Tensor:
 def _norm(value: Tensor, size: int | None) -> Tensor:
     """Root mean square, over all tokens, of a token's norm; with an unknown feature axis all of an example is one token."""
     tokens = value.numel() / size if size is not None else value.shape[0] if value.dim() > 1 else 1
-    return value.norm() / max(tokens, 1) ** 0.5
+    norm: Tensor = value.norm() / max(tokens, 1) ** 0.5
+    return norm
 
 
 def _traced(row: Row, mark: Mark, value: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ def _traced(row: Row, mark: Mark, value: Tensor) -> Tensor:
         return value
     if row.traced is not None:
         return value
-    leaf = value if value.requires_grad else value.detach().requires_grad_()
+    leaf: Tensor = value if value.requires_grad else value.detach().requires_grad_()
     row.traced = (leaf, scale)
     return value if leaf is value else leaf.clone()  # a leaf could not be changed in place
 
