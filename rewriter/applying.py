@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx, nn
@@ -24,7 +24,10 @@ class RewriteError(ResfxError):
 
 @dataclass(frozen=True)
 class Untouched:
-    """A folded capture that no pass has touched: its graph, and what was found in it, as nodes of `graph`."""
+    """A folded capture that no pass has touched: its graph, and what was found in it, as nodes of `graph`.
+
+    Streams that no plan opened may lie inside leaves: their nodes are those of an earlier graph.
+    """
 
     graph: fx.Graph
     streams: tuple[Stream, ...]
@@ -36,8 +39,9 @@ class Untouched:
         """The same on a graph of its own: passes edit graphs, streams and sites in place."""
         graph = copy.deepcopy(self.graph)
         moved = dict(zip(self.graph.nodes, graph.nodes, strict=True))
-        streams = refresh([_with_own_sites(stream) for stream in self.streams], moved, graph)
-        return replace(self, graph=graph, streams=tuple(streams))
+        opened = [_with_own_sites(stream) for stream in self.streams if _is_in(stream, moved)]
+        fresh = {stream.index: stream for stream in refresh(opened, moved, graph)}
+        return replace(self, graph=graph, streams=tuple(fresh.get(stream.index, stream) for stream in self.streams))
 
 
 def apply_plans(
@@ -81,6 +85,10 @@ def describe(stream: Stream) -> str:
     """A stream by its first site, for messages."""
     site = stream.sites[0]
     return f"{site.path or 'root'}, {site.source or site.node.name}"
+
+
+def _is_in(stream: Stream, nodes: Container[fx.Node]) -> bool:
+    return stream.entry in nodes and all(event.after in nodes for event in stream.events)
 
 
 def _with_own_sites(stream: Stream) -> Stream:

@@ -22,7 +22,6 @@ from resfx.selection import Select, Streams, chosen_streams, matching, predicate
 from resfx.tidy import drop_whole_slices
 from resfx.verify import verify_capture
 
-
 PlansFor = Callable[[Sequence[Stream]], Sequence[Plan]]
 
 
@@ -137,7 +136,10 @@ def _apply(
     streams = _matched(found.streams, seen[-1].streams)
     verify_capture(plain, folded.captured, call.args, call.kwargs)
     module = folded.captured.graph_module
-    streams = refresh(streams, drop_whole_slices(module.graph, folded.mapping), module.graph)
+    moved = drop_whole_slices(module.graph, folded.mapping)
+    # The nodes of the other streams may be inside leaves now.
+    fresh = {stream.index: stream for stream in refresh([streams[i] for i in targets], moved, module.graph)}
+    streams = [fresh.get(stream.index, stream) for stream in streams]
     notes = tuple(dict.fromkeys([*capture_notes(flat), *folded.captured.notes]))
     refusal = module.meta.get(TRAIN_REFUSAL)
     untouched = Untouched(module.graph, tuple(streams), tuple(found.rejected), notes, refusal)
