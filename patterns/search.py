@@ -125,14 +125,17 @@ class Search:
         misses: list[Rejected] = []
         found: list[Candidate] = []
         for term in terms if varying else ():
+            nearest: Candidate | None = None
             for reading in self._sums.readings(term):
                 if not self._facts.bit(reading.carrier) & shared:
                     continue  # no other term has to do with that state
+                if nearest is not None and not reading.region:
+                    continue
                 outcome = self._try(node, reading, [(t, reach) for t, reach in reached if t is not term])
                 if isinstance(outcome, Candidate):
+                    nearest = outcome
                     found.append(outcome)
-                    break
-                if outcome is not None:
+                elif outcome is not None:
                     misses.append(outcome)
         if found:
             return max(found, key=self._preference)
@@ -142,10 +145,12 @@ class Search:
             return next((miss for miss in misses if miss.stage != "learned"), misses[0])  # what came nearest
         return Rejected(node, "structure", "no term of the sum is computed from another one")
 
-    def _preference(self, candidate: Candidate) -> tuple[bool, bool, int]:
-        """A direct reading before one through a foreign stream, one that continues a stream, then the earliest state."""
+    def _preference(self, candidate: Candidate) -> tuple[bool, bool, bool, int]:
+        """A direct reading before one through a foreign stream, the whole state before a part of it that is put back,
+        one that continues a stream, then the earliest state."""
         continues = self._chain.origin(candidate.start) is not None
-        return candidate.direct, continues, -self._facts.order[candidate.source]
+        whole = bool(candidate.reading.region)
+        return candidate.direct, whole, continues, -self._facts.order[candidate.source]
 
     def _try(self, node: Node, reading: Reading, others: list[tuple[Term, Reach]]) -> Candidate | Rejected | None:
         """Is the sum an update of the state that `reading` names? None: no term has to do with that state at all."""
