@@ -173,12 +173,12 @@ def source_of(node: Node) -> str:
 def module_stack(node: Node) -> list[str]:
     """Module paths from the root's child down to the innermost module that made `node` (`""`, the root, left out)."""
     stack = node.meta.get("nn_module_stack") or {}
-    return [path for path, _ in (_entry(entry) for entry in stack.values()) if path]
+    paths = (str(path).split("@")[0] for path, _ in stack.values())
+    return [path for path in paths if path and not path.startswith(_NO_MODULE)]
 
 
-def _entry(entry: Any) -> tuple[str, Any]:
-    path, kind = entry
-    return str(path).split("@")[0], kind
+# torch.export's own entry on nodes that no module made.
+_NO_MODULE = "_empty_nn_module_stack"
 
 
 def module_path(node: Node) -> str:

@@ -13,6 +13,8 @@ def call_entries(node: fx.Node) -> list[tuple[str, int]]:
     stack = node.meta.get("nn_module_stack") or {}
     found = []
     for key, entry in stack.items():
+        if str(key).startswith("_empty_nn_module_stack"):
+            continue  # torch.export's entry on nodes that no module made
         number = str(key).rsplit("@", 1)[-1] if "@" in str(key) else "0"
         found.append((entry[0], int(number) if number.isdigit() else 0))
     return found
