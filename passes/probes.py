@@ -64,7 +64,7 @@ def _vector_gate(h: Tensor, read: Tensor, weight: Tensor, bias: Tensor, dim: int
 
 
 def _scalar_gate(h: Tensor, read: Tensor, logit: Tensor) -> Probe:
-    return Probe(gates=(torch.sigmoid(logit.float()),))
+    return Probe(gates=(torch.sigmoid(logit.double()),))
 
 
 def _blend(plain: Tensor, value: Tensor, amount: Tensor) -> Probe:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from resfx.passes import ops
@@ -105,7 +106,9 @@ class Walk:
 
     def _mark(self, role: str, site: Site) -> Mark:
         size = None if self.stream.axis is None else value_of(self.stream.entry).shape[self.stream.axis]
-        return {"role": role, "stream": self.stream.index, "site": site.index, "size": size if isinstance(size, int) else None}
+        if isinstance(size, torch.SymInt):
+            size = size.node.maybe_as_int()  # a plain number, so that the mark survives saving; None where the size is open
+        return {"role": role, "stream": self.stream.index, "site": site.index, "size": size}
 
     # Events.
 
