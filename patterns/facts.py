@@ -38,7 +38,7 @@ def is_whole_slice(node: Node) -> bool:
         return False
     start, end, step = (list(node.args[2:]) + [None] * 3)[:3]
     is_open = end is None or (isinstance(end, int) and end >= 2**62)
-    return is_open and (start is None or start == 0) is True and (step is None or step == 1) is True
+    return bool(is_open and start in (None, 0) and step in (None, 1))
 
 
 def _of_dropout(node: Node) -> bool:

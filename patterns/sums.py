@@ -119,7 +119,7 @@ def _is_ones(node: Node) -> bool:
     name = op_name(node)
     if name in ("ones", "new_ones", "ones_like"):
         return True
-    return name in ("full", "new_full", "full_like") and 1 in node.args[1:] and node.args[-1] == 1
+    return name in ("full", "new_full", "full_like") and bool(node.args[-1] == 1)
 
 
 def _addcmul(node: Node) -> list[Term] | None:

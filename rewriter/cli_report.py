@@ -20,6 +20,7 @@ from rich.text import Text
 from torch.fx import GraphModule
 
 from resfx.patterns.report import ResidualMap
+from resfx.rewritten import Rewritten
 
 WIDTH = 140  # of tables that go into a file or a pipe
 SLOW_STEP = 2.0  # seconds from which a finished step leaves a line
@@ -107,7 +108,7 @@ def rewritten_table(data: dict[str, Any]) -> Table:
     return facts("rewritten", {name: value for name, value in rows.items() if value})
 
 
-def graph_text(model: GraphModule) -> str:
+def graph_text(model: GraphModule | Rewritten) -> str:
     """The graph of a rewritten model: a line for each node, under the user's line that it comes from.
 
     Module and parameter paths read as in the `state_dict`: `self.blocks.0.norm`.
