@@ -15,6 +15,7 @@ from resfx.capture import CaptureError, DynamicDimSpecialized, GuardError, NotAM
 from resfx.checkpoint import load, save
 from resfx.checkpoint_files import CheckpointError, CheckpointPathError
 from resfx.find import find
+from resfx.loops import LoopError
 from resfx.measure import MeasureError, measure
 from resfx.measure_report import Report, SiteReading
 from resfx.passes import CheckError, EditError, Form, FormError
@@ -37,6 +38,7 @@ __all__ = [
     "Form",
     "FormError",
     "GuardError",
+    "LoopError",
     "MeasureError",
     "NoResidualFound",
     "NotAModule",
