@@ -42,7 +42,8 @@ def is_whole_slice(node: Node) -> bool:
 
 
 def _of_dropout(node: Node) -> bool:
-    return isinstance(node.args[0], Node) and op_name(node.args[0]) == "native_dropout" and node.args[1] == 0
+    source, index = node.args
+    return isinstance(source, Node) and op_name(source) == "native_dropout" and bool(index == 0)
 
 
 class Reach(NamedTuple):
