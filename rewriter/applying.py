@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx, nn
@@ -26,10 +26,11 @@ class RewriteError(ResfxError):
 class Untouched:
     """A folded capture that no pass has touched: its graph, and what was found in it, as nodes of `graph`.
 
-    Streams that no plan opened may lie inside leaves: their nodes are those of an earlier graph.
+    Streams that no plan opened may lie inside leaves, in part or whole: their nodes are those of an earlier graph.
     """
 
     graph: fx.Graph
+    opened: frozenset[int]
     streams: tuple[Stream, ...]
     rejected: tuple[Rejected, ...]
     notes: tuple[str, ...]
@@ -39,7 +40,7 @@ class Untouched:
         """The same on a graph of its own: passes edit graphs, streams and sites in place."""
         graph = copy.deepcopy(self.graph)
         moved = dict(zip(self.graph.nodes, graph.nodes, strict=True))
-        opened = [_with_own_sites(stream) for stream in self.streams if _is_in(stream, moved)]
+        opened = [_with_own_sites(stream) for stream in self.streams if stream.index in self.opened]
         fresh = {stream.index: stream for stream in refresh(opened, moved, graph)}
         return replace(self, graph=graph, streams=tuple(fresh.get(stream.index, stream) for stream in self.streams))
 
@@ -85,10 +86,6 @@ def describe(stream: Stream) -> str:
     """A stream by its first site, for messages."""
     site = stream.sites[0]
     return f"{site.path or 'root'}, {site.source or site.node.name}"
-
-
-def _is_in(stream: Stream, nodes: Container[fx.Node]) -> bool:
-    return stream.entry in nodes and all(event.after in nodes for event in stream.events)
 
 
 def _with_own_sites(stream: Stream) -> Stream:

@@ -142,7 +142,7 @@ def _apply(
     streams = [fresh.get(stream.index, stream) for stream in streams]
     notes = tuple(dict.fromkeys([*capture_notes(flat), *folded.captured.notes]))
     refusal = module.meta.get(TRAIN_REFUSAL)
-    untouched = Untouched(module.graph, tuple(streams), tuple(found.rejected), notes, refusal)
+    untouched = Untouched(module.graph, frozenset(targets), tuple(streams), tuple(found.rejected), notes, refusal)
     return apply_plans(plain, module, untouched, plans, set(targets) if insist else set())
 
 
