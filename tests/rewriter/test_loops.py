@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import resfx
-D = 8
+
+D, LAM = 8, 0.5
 
 
 class Sublayer(nn.Module):
@@ -183,7 +185,7 @@ def call() -> tuple[Tensor, Tensor, Tensor]:
     return x, torch.tensor([[1, 1, 1, 0, 1], [1, 0, 1, 1, 1]]), torch.randn_like(x)
 
 
-def by_hand(model: nn.Module, loops: int, x: Tensor, mask: Tensor, c: Tensor, lam: float = 1.0) -> dict[str, Any]:
+def by_hand(model: nn.Module, loops: int, x: Tensor, mask: Tensor, c: Tensor, lam: float = LAM) -> dict[str, Any]:
     """`model` with its stream run `loops` times (in eval mode)."""
     keep, e = (mask > 0).unsqueeze(-1), lam / (loops * math.sqrt(3))
     x = model.embed(x)
@@ -204,9 +206,15 @@ def assert_close(actual: Any, expected: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def looped(loops: int = 3, frontend: str = "export", **options: Any) -> tuple[nn.Module, resfx.Rewritten]:
-    model = made(Conditioned)
-    return model, resfx.rewrite(model, resfx.ScaledLoop(loops=loops, **options), call(), frontend=frontend)
+@functools.cache
+def rewritten_once(frontend: str, learnable: bool) -> resfx.Rewritten:
+    return resfx.rewrite(made(Conditioned), resfx.ScaledLoop(0.5, 2, learnable), call(), frontend=frontend)
+
+
+def looped(loops: int = 3, frontend: str = "export", learnable: bool = False) -> tuple[nn.Module, resfx.Rewritten]:
+    rewritten = copy.deepcopy(rewritten_once(frontend, learnable))
+    rewritten.set_loops(0, loops)
+    return made(Conditioned), rewritten
 
 
 @pytest.mark.parametrize("frontend", ["export", "fx"])
@@ -216,7 +224,7 @@ def test_set_loops_changes_the_count_without_a_new_capture(frontend: str) -> Non
     for loops in (3, 1, 4):
         rewritten.set_loops(0, loops)
         assert_close(rewritten(*call()), by_hand(model, loops, *call()))
-        assert rewritten.residual_map.forms == {0: f"scaled_loop(loops={loops})"}
+        assert rewritten.residual_map.forms == {0: f"scaled_loop(lam=0.5, loops={loops})"}
         assert f"loops={loops}" in str(rewritten.residual_map)
         assert f"loops={loops}" in repr(rewritten)
     assert rewritten.code == graph
@@ -224,7 +232,7 @@ def test_set_loops_changes_the_count_without_a_new_capture(frontend: str) -> Non
 
 def test_one_loop_is_the_plain_scaled_loop() -> None:
     model, rewritten = looped(1)
-    plain = resfx.rewrite(model, resfx.ScaledLoop(), call())
+    plain = resfx.rewrite(model, resfx.ScaledLoop(LAM), call())
     for a, b in zip(*(pytree.tree_leaves(m(*call())) for m in (rewritten, plain)), strict=True):
         assert torch.equal(a, b)
 
@@ -265,7 +273,7 @@ def test_a_copy_has_its_own_count_and_weights() -> None:
         copied.gain.mul_(2)
         copied.sub[0].a.weight.mul_(2)
     assert_close(rewritten(*call()), by_hand(model, 2, *call()))
-    assert rewritten.residual_map.forms == {0: "scaled_loop(loops=2)"}
+    assert rewritten.residual_map.forms == {0: "scaled_loop(lam=0.5, loops=2)"}
     with torch.no_grad():
         model.gain.mul_(2)
         model.sub[0].a.weight.mul_(2)
@@ -293,10 +301,10 @@ def test_gradients_sum_over_the_repeats() -> None:
 
 
 def test_learnable_lam_belongs_to_a_branch() -> None:
-    model, rewritten = looped(3, learnable=True, lam=0.5)
+    model, rewritten = looped(3, learnable=True)
     new = {name: p for name, p in rewritten.named_parameters() if name.startswith("residual.")}
     assert set(new) == {f"residual.0.{branch}.lam" for branch in range(3)}
-    assert_close(rewritten(*call()), by_hand(model, 3, *call(), lam=0.5))
+    assert_close(rewritten(*call()), by_hand(model, 3, *call()))
     rewritten(*call())["out"].sum().backward()
     assert all(p.grad is not None and p.grad != 0 for p in new.values())
 
@@ -321,7 +329,7 @@ def test_compile_and_export() -> None:
 def test_onnx(tmp_path: Path) -> None:
     model = made(Conditioned).float()
     inputs = tuple(t.float() if t.is_floating_point() else t for t in call())
-    rewritten = resfx.rewrite(model, resfx.ScaledLoop(loops=2), inputs)
+    rewritten = resfx.rewrite(model, resfx.ScaledLoop(LAM, 2), inputs)
     resfx.export.to_onnx(rewritten, tmp_path / "model.onnx", inputs)
     import onnxruntime
 
