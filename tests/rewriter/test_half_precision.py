@@ -11,8 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import resfx
+from resfx.passes import ops
+from resfx.passes.probes import PROBES
 
 D = 32
 FORMS = [
@@ -136,7 +139,7 @@ def test_the_deviation_is_the_plain_models(form: resfx.Form, cast: str) -> None:
 
 @pytest.mark.parametrize(("form", "cast"), cases())
 def test_the_deviation_away_from_the_start(form: resfx.Form, cast: str) -> None:
-    """Another function, so another error, of the same kind: a gate or a softmax in half precision would cost several times it."""
+    """Another function, so another error, of the same size."""
     wide, half = pair(form, True, cast, 0.1)
     own = deviation(run(half, cast), run(wide, "float32"))
     assert own <= 1.5 * deviation(run(cast_plain(cast), cast), run(plain()[0], "float32"))
@@ -149,3 +152,43 @@ def test_gradients_have_the_parameters_dtype() -> None:
         assert parameter.grad is not None, name
         assert parameter.grad.dtype == torch.bfloat16
         assert torch.isfinite(parameter.grad).all()
+
+
+def decisions() -> dict[str, tuple[Any, ...]]:
+    """Arguments of every function that routes or gates, in float32; softmax and gates are far from their middle."""
+    g = torch.Generator().manual_seed(0)
+
+    def r(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g)
+
+    sources = [3 * r(6, D) for _ in range(4)]
+    return {
+        "delta_read": (r(6, D), sources, r(D), 1 + 0.1 * r(D), 1e-6, -1),
+        "routed_read": (sources, r(D), 1 + 0.1 * r(D), 1e-6, -1),
+        "pool": (sources, 4 * r(D), 1e-6, -1),
+        "independent_mix": (sources, r(6, D), 4 * r(D), r(4), 1e-6, -1),
+        "competitive_mix": (sources, r(6, D), 4 * r(D), r(1), 1e-6, -1),
+        "review_write": (r(6, D), r(6, D), r(D, 2 * D), r(D), 1e-5, -1),
+        "highway_write": (r(6, D), r(6, D), r(D, D), r(D), -1),
+        "convex_highway_write": (r(6, D), r(6, D), r(D, D), r(D), -1),
+        "vector_gate": (r(6, D), r(6, D), r(D, D), r(D), -1),
+        "scalar_gate": (r(6, D), r(6, D), r(1)[0]),
+        "blend": (r(6, D), r(6, D), r(1)[0]),
+    }
+
+
+def test_the_list_of_decisions_is_whole() -> None:
+    assert set(decisions()) == {function.__name__ for function in PROBES}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", decisions())
+def test_nothing_but_the_result_is_rounded(name: str, dtype: torch.dtype) -> None:
+    """The half-precision result is as good as the exact one, rounded once: statistics, softmax and gates were computed wide."""
+    half = tree_map_only(Tensor, lambda t: t.to(dtype), decisions()[name])
+    function = getattr(ops, name)
+    exact = function(*tree_map_only(Tensor, lambda t: t.double(), half))
+    result = function(*half)
+    for got, want in zip(*((v if isinstance(v, list) else [v]) for v in (result, exact)), strict=True):
+        assert got.dtype == dtype
+        assert deviation(got, want) <= 1.02 * deviation(want.to(dtype), want)
