@@ -100,10 +100,14 @@ def _einsum(node: Node) -> list[Term] | None:
     equation, operands = node.args[0], node.args[1:]
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
-    if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
+    if not isinstance(equation, str) or "->" not in equation:
         return None
     left, out = equation.replace(" ", "").split("->")
     subscripts = left.split(",")
+    if len(operands) == 1:
+        return _einsum_sum(operands[0], left, out)
+    if len(operands) != 2:
+        return None
     for i, j in ((0, 1), (1, 0)):
         weights, stacked, axes = operands[i], operands[j], subscripts[j]
         if not (isinstance(weights, Node) and isinstance(stacked, Node) and op_name(stacked) == "stack"):
@@ -113,6 +117,16 @@ def _einsum(node: Node) -> list[Term] | None:
         if axes.index(subscripts[i]) == _argument(stacked, 1, "dim", 0):
             return [Term("value", (tensor,)) for tensor in _argument(stacked, 0, "tensors")]
     return None
+
+
+def _einsum_sum(stacked: Any, axes: str, out: str) -> list[Term] | None:
+    """`einsum("nbd->bd", stack([a, b]))`: the stacked axis is summed, the others stay as they are."""
+    if not isinstance(stacked, Node) or op_name(stacked) != "stack" or "." in axes:
+        return None
+    axis = _argument(stacked, 1, "dim", 0) % len(axes)
+    if axes[:axis] + axes[axis + 1 :] != out:
+        return None
+    return [Term("value", (tensor,)) for tensor in _argument(stacked, 0, "tensors")]
 
 
 def _is_ones(node: Node) -> bool:
@@ -139,9 +153,17 @@ def _addmm(node: Node) -> list[Term] | None:
     return [Term("value", (state,), beta), Term(product, (a, b), alpha)]  # type: ignore[arg-type]
 
 
+def _lerp(node: Node) -> list[Term] | None:
+    """`lerp(x, f, w)` with a number `w`: (1 - w) x + w f. With a tensor it is a gated mix, and no sum."""
+    start, end, weight = (_argument(node, i, name) for i, name in enumerate(("input", "end", "weight")))
+    if not isinstance(start, Node) or not isinstance(end, Node) or not isinstance(weight, (int, float)):
+        return None
+    return [Term("value", (start,), 1 - weight), Term("value", (end,), weight)]
+
+
 _READERS = {
     "add": _add, "sub": _add, "rsub": _add, "sum": _reduced_stack, "mean": _reduced_stack, "einsum": _einsum,
-    "addcmul": _addcmul, "addmm": _addmm, "baddbmm": _addmm,
+    "addcmul": _addcmul, "lerp": _lerp, "addmm": _addmm, "baddbmm": _addmm,
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ def sift(captured: Captured) -> set[str]:
     refused: dict[str, list[str]] = {}
     kept: list[ModuleCall] = []
     for call in captured.calls:
-        reason = _obstacle(_region(call, members.get((call.path, call.index), [])), captured.functional)
+        region = _region(call, members.get((call.path, call.index), []))
+        reason = _obstacle(region, captured.functional) or _foreign_read(region, captured.graph_module)
         if reason is None:
             kept.append(call)
         else:
@@ -145,6 +147,23 @@ def _obstacle(region: _Region, functional: Functional) -> str | None:
             return "it is called with a tensor the graph doesn't know (inside vmap, for one)"
         if not isinstance(leaf, (*base_types, fx.Node, type(None), type(...))):
             return f"it takes a {type(leaf).__name__}, which no graph can hold"
+    return None
+
+
+def _foreign_read(region: _Region, root: fx.GraphModule) -> str | None:
+    """The call would not see what was swapped in for its weights (functional_call), nor what a hook made of its arguments."""
+    module = root.get_submodule(region.call.path)
+    if any(inner._forward_pre_hooks for inner in module.modules()):
+        return "it has a forward_pre_hook, which would run on what it made already"
+    own = {id(parameter) for parameter in module.parameters()}
+    arguments = set(_leaves((region.call.args, region.call.kwargs)))
+    for node in region.nodes:
+        for source in node.all_input_nodes:
+            if source in region.inside or source in arguments or not _is_tensor(source):
+                continue
+            value = attrgetter(str(source.target))(root) if source.op == "get_attr" else None
+            if source.op != "get_attr" or (isinstance(value, torch.nn.Parameter) and id(value) not in own):
+                return "it reads a value that is none of its arguments and weights"
     return None
 
 

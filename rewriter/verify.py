@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -35,8 +36,10 @@ def verify_capture(model: nn.Module, captured: Captured, args: Sequence[Any], kw
 
 def _leaves(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     device = next((p.device for p in module.parameters() if p.device.type != "cpu"), None)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (tuple(args), dict(kwargs)))
     with (
         training_mode(module, "eval"),
+        _kept_buffers(module),
         torch.no_grad(),
         torch.random.fork_rng([device] if device else [], enabled=True),
     ):
@@ -44,6 +47,20 @@ def _leaves(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         output = module(*args, **kwargs)
     leaves = pytree.tree_flatten_with_path(output)[0]
     return {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+@contextlib.contextmanager
+def _kept_buffers(module: nn.Module) -> Iterator[None]:
+    """A model that counts its calls or updates statistics in a buffer starts both runs from the same values."""
+    owners = [(owner, name, buffer) for owner in module.modules() for name, buffer in owner._buffers.items()]
+    values = [None if buffer is None else buffer.clone() for _, _, buffer in owners]
+    try:
+        yield
+    finally:
+        for (owner, name, buffer), value in zip(owners, values, strict=True):
+            if buffer is not None and value is not None and not torch.equal(buffer, value):
+                buffer.copy_(value)
+            owner._buffers[name] = buffer
 
 
 def _compare(path: str, expected: torch.Tensor, actual: torch.Tensor) -> None:
@@ -61,5 +78,6 @@ def _compare(path: str, expected: torch.Tensor, actual: torch.Tensor) -> None:
     if difference > _TOLERANCE.get(expected.dtype, 1e-5):
         raise CaptureError(
             f"the captured graph's {where} differs from the model's by {difference:.1e} (relative norm) on the example inputs. "
-            "The model may depend on state outside its parameters, or on data; pass other example inputs or frontend='fx'."
+            "The model may depend on state outside its parameters, on data, or on an example size of 1 (captured at 2): "
+            "pass a larger or another example, or frontend='fx'."
         )
