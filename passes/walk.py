@@ -244,8 +244,10 @@ class Walk:
         """A form's read in the current layout, dtype and place of the stream, blended where the start is warm."""
         if self.form.merges:
             value = self._after_transitions(read)
+        elif read is h:
+            value = self.current
         else:
-            value = self.current if read is h else self.layouts.from_entry(read)
+            value = self.layouts.from_entry(read)
         value = self._fit(value, self.original)
         if value is self.original:
             return value
