@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from resfx.tracepoints import is_tracepoint
+
 # Marks the nodes that came out of a no_grad region.
 NO_GRAD = "resfx_no_grad"
 # The number of the region a node came from; absent at the top level.
@@ -28,6 +30,8 @@ def inline_regions(
     `bodies` names the attributes that hold the subgraphs; those nobody calls any more go. `origin` learns where each
     region's nodes went, `parents` which region contains which (0 is the top level).
     """
+    detached: dict[fx.Node, fx.Node] = {}
+    frozen: set[int] = set()
     found = True
     while found:
         found = False
@@ -35,8 +39,13 @@ def inline_regions(
             region = _region(module, node)
             if region is None:
                 continue
-            _Inliner(module, node, region, origin, parents, notes, bodies).run()
+            inliner = _Inliner(module, node, region, origin, parents, notes, bodies)
+            inliner.run()
+            detached.update(inliner.detached)
+            if inliner.no_grad:
+                frozen.add(inliner.number)
             found = True
+    _restore_outside(detached, frozen, origin)
     _drop_unused(module, bodies)
     module.recompile()
 
@@ -87,6 +96,7 @@ class _Inliner:
         parents[self.number] = int(node.meta.get(REGION, 0))
         inherited = bool(node.meta.get(NO_GRAD)) and region.kind != "grad"
         self.no_grad = region.kind == "no_grad" or inherited
+        self.detached: dict[fx.Node, fx.Node] = {}  # detached input -> the input
 
     def run(self) -> None:
         with self.graph.inserting_before(self.node):
@@ -139,6 +149,7 @@ class _Inliner:
         new.meta = {key: value for key, value in operand.meta.items() if key in ("val", "tensor_meta", "stack_trace")}
         new.meta["nn_module_stack"] = self.node.meta.get("nn_module_stack", {})
         new.meta[NO_GRAD] = True
+        self.detached[new] = operand
         return new
 
     def _copy(self, env: dict[fx.Node, Any]) -> tuple[Any, ...]:
@@ -197,6 +208,30 @@ class _Inliner:
         }.get(self.region.kind)
         if text is not None and text not in self.notes:
             self.notes.append(text)
+
+
+def _restore_outside(detached: dict[fx.Node, fx.Node], frozen: set[int], origin: Origin) -> None:
+    """What a no_grad region only hands through keeps its gradients: outside of it the input itself is read.
+
+    The export hands inputs through where a call inside was marked by tracepoints.
+    """
+    for new, operand in detached.items():
+        for value in _handed_through(new):
+            value.replace_all_uses_with(operand, delete_user_cb=lambda user: not user.meta.get(NO_GRAD))
+            for key, node in origin.items():
+                if node is value and key[0] not in frozen:
+                    origin[key] = operand
+
+
+def _handed_through(value: fx.Node) -> list[fx.Node]:
+    """`value` and what tracepoints of its own region return in its place."""
+    found = [value]
+    for node in found:
+        for point in node.users:
+            if is_tracepoint(point) and point.meta.get(NO_GRAD):
+                positions = {i for i, argument in enumerate(point.args) if argument is node}
+                found.extend(u for u in point.users if u.target is operator.getitem and u.args[1] in positions)
+    return found
 
 
 def _differentiable(value: torch.Tensor) -> bool:

@@ -31,7 +31,7 @@ def resolve_tracepoints(graph: fx.Graph, origin: dict[tuple[int, str], fx.Node])
     found = []
     replaced: dict[fx.Node, Any] = {}
     for node in list(graph.nodes):
-        if not _is_tracepoint(node):
+        if not is_tracepoint(node):
             continue
         path = str(node.kwargs["path"]).removeprefix("_export_root.")
         entries = call_entries(node)
@@ -49,14 +49,15 @@ def resolve_tracepoints(graph: fx.Graph, origin: dict[tuple[int, str], fx.Node])
     for key, value in list(origin.items()):
         while value in replaced:
             value = replaced[value]
-        if isinstance(value, fx.Node) and not _is_tracepoint(value):
+        if isinstance(value, fx.Node) and not is_tracepoint(value):
             origin[key] = value
         else:
             del origin[key]
     return found
 
 
-def _is_tracepoint(node: fx.Node) -> bool:
+def is_tracepoint(node: fx.Node) -> bool:
+    """Is it a mark around a call?"""
     # A private higher-order op: recognised by its name, so that its absence does no harm.
     target = node.target
     if not isinstance(target, torch._ops.HigherOrderOperator):

@@ -1,0 +1,37 @@
+"""Values that cross the border of a no_grad region: gradients are the original's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from capture_helpers import assert_same, fold_model
+from torch import nn
+
+import resfx
+
+
+class HandedThrough(nn.Module):
+    """A region reads the state by a submodule; the state lives on after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g, self.h = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.f(x)
+        with torch.no_grad():
+            q = self.g(x)
+        return x + self.h(x) * q
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_value_read_in_a_region_keeps_its_gradient_outside(mode: bool) -> None:
+    model, x = HandedThrough(), torch.randn(2, 5, 8)
+    graphed, _ = fold_model(model, (x,))
+    assert_same(model, graphed, (x,))
+    rewritten = resfx.rewrite(model, resfx.Standard(), (x,))
+    for module in (model.train(mode), rewritten.train(mode)):
+        module.zero_grad()
+        module(x).sum().backward()
+    torch.testing.assert_close(model.f.weight.grad, rewritten.get_submodule("f").weight.grad)
+    assert rewritten.get_submodule("g").weight.grad is None
