@@ -35,7 +35,7 @@ class CallCodeGen(CodeGen):
         values = "".join(f"{name}, " for name in parameters.parameters)
         lines = [
             f"def {self._func_name}({self._parameter_list()}):",
-            f"    _flat = _call.inputs(({values}))",
+            f"    _flat = _call.inputs(({values}), self)",
             "    if _interpreted():",
             "        return _call.output(_interpret(self, _flat))",
         ]

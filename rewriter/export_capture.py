@@ -7,7 +7,7 @@ import inspect
 import io
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from resfx.dynamic import Attempt, asked_dims, attempts, canonical_call
 from resfx.environment import capturing
 from resfx.export_route import Unlifted, input_guards, unlift
 from resfx.failure import capture_failure, is_data_dependent, is_unknown_output
-from resfx.guards import fixed_size
+from resfx.guards import fixed_size, parameter_dtypes
 from resfx.signature import CallSignature, Constant, Items, Template, forward_signature, input_templates, slot_labels
 
 CHECKPOINT_NOTE = "activation checkpoints in the glue are not kept: the result does not recompute there"
@@ -156,7 +156,7 @@ def _assemble(
         templates=tuple(_with_library_defaults(template) for template in templates),
         n_inputs=len(tensors),
         out_spec=program.call_spec.out_spec,
-        guards=input_guards(unlifted.inputs, labels, program),
+        guards=replace(input_guards(unlifted.inputs, labels, program), dtypes=parameter_dtypes(model)),
         hints=libraries.HINTS,
     )
     module = unlifted.module

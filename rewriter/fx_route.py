@@ -19,7 +19,7 @@ from resfx.environment import capturing
 from resfx.export_route import remove_dead
 from resfx.failure import capture_failure, without_own_frames
 from resfx.functionalize import fake_result, functionalize
-from resfx.guards import Guards, TensorGuard
+from resfx.guards import Guards, TensorGuard, parameter_dtypes
 from resfx.module_calls import refreshed
 from resfx.root import add_constant, graft
 from resfx.signature import CallSignature, forward_signature, input_templates, slot_labels
@@ -196,7 +196,8 @@ def _trace(
     remove_dead(module.graph)
     functional = functionalize(module)
     assert wrapper.out_spec is not None
-    guards = Guards(tuple(TensorGuard(name, t.dtype, t.dim(), (), ()) for name, t in zip(labels, tensors, strict=True)))
+    checks = tuple(TensorGuard(name, t.dtype, t.dim(), (), ()) for name, t in zip(labels, tensors, strict=True))
+    guards = Guards(checks, dtypes=parameter_dtypes(model))
     signature = CallSignature(parameters, templates, len(tensors), wrapper.out_spec, guards, libraries.HINTS)
     module.graph.set_codegen(CallCodeGen(signature))
     module.recompile()

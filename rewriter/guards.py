@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from resfx.capture_errors import GuardError
 
@@ -79,6 +80,7 @@ class Guards:
     rules: tuple[DimRule, ...] = ()
     conditions: tuple[Condition, ...] = ()
     also: tuple[Guards, ...] = ()  # of another capture of the same model
+    dtypes: frozenset[torch.dtype] = frozenset()  # of the model's parameters
 
     def merged(self, other: Guards) -> Guards:
         """Both; `self` where they say the same."""
@@ -88,10 +90,12 @@ class Guards:
         rules = tuple((rule.index, rule.axis, rule.text) for rule in self.rules)
         return (self.tensors, self.symbols, rules, tuple(condition.text for condition in self.conditions))
 
-    def check(self, inputs: Sequence[Any]) -> None:
-        """Raises GuardError naming argument and axis."""
+    def check(self, inputs: Sequence[Any], model: nn.Module | None = None) -> None:
+        """Raises GuardError naming argument and axis. `model` is the one that runs: `.to(dtype)` may have moved it."""
         for guard, tensor in zip(self.tensors, inputs, strict=True):
             _check_tensor(guard, tensor)
+            if tensor.dtype != guard.dtype and not self._moved(guard.dtype, tensor.dtype, model):
+                raise GuardError(f"argument `{guard.label}` is {tensor.dtype}, at capture it was {guard.dtype}.")
         sizes = [inputs[index].shape[axis] for index, axis in self.symbols]
         for rule in self.rules:
             wanted = rule.size(*sizes)
@@ -106,14 +110,24 @@ class Guards:
                 )
                 raise GuardError(f"{where}: the capture assumed {condition.text}. Capture again with such an example.")
         for guards in self.also:
-            guards.check(inputs)
+            guards.check(inputs, model)
+
+    def _moved(self, old: torch.dtype, new: torch.dtype, model: nn.Module | None) -> bool:
+        """Is `new` a floating dtype that the model's parameters have now in place of one they had at capture?"""
+        if model is None or not old.is_floating_point:
+            return False
+        now = parameter_dtypes(model)
+        return new in now and not self.dtypes <= now
+
+
+def parameter_dtypes(model: nn.Module) -> frozenset[torch.dtype]:
+    """The floating dtypes of the parameters."""
+    return frozenset([p.dtype for p in model.parameters() if p.dtype.is_floating_point])
 
 
 def _check_tensor(guard: TensorGuard, tensor: torch.Tensor) -> None:
     if tensor.dim() != guard.rank:
         raise GuardError(f"argument `{guard.label}` has {tensor.dim()} dimensions, at capture it had {guard.rank}.")
-    if tensor.dtype != guard.dtype:
-        raise GuardError(f"argument `{guard.label}` is {tensor.dtype}, at capture it was {guard.dtype}.")
     for axis, size in guard.fixed:
         if tensor.shape[axis] != size:
             _fail(guard.label, axis, f"{tensor.shape[axis]}, but the model fixed it at {size}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import fx, nn
 
@@ -64,6 +64,15 @@ class Rewritten(GraphedModule):
         model._modules.update({name: self._modules[name] for name in model._modules})
         model.training = self.training
         return self._origin
+
+    def train(self, mode: bool = True) -> Self:
+        """As the original's `train`, its own override included (a part that stays frozen in eval mode)."""
+        super().train(mode)
+        model = self._origin.model
+        if type(model).train is not nn.Module.train or "train" in vars(model):
+            self.origin.model.train(mode)  # sets the flags of the submodules, which are shared
+            self.training = model.training
+        return self
 
     def set_loops(self, stream: int, loops: int) -> None:
         """Run `stream` (rewritten into `ScaledLoop(loops=..)`) `loops` times from now on; e follows. No new capture.

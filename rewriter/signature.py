@@ -114,15 +114,15 @@ class CallSignature:
     guards: Guards
     hints: Mapping[str, str] = field(default_factory=dict)
 
-    def inputs(self, values: tuple[Any, ...]) -> list[torch.Tensor]:
-        """The graph's inputs from one value per parameter.
+    def inputs(self, values: tuple[Any, ...], model: torch.nn.Module | None = None) -> list[torch.Tensor]:
+        """The graph's inputs from one value per parameter; after `model.to(dtype)` they may have its new dtype.
 
         Raises GuardError where a value differs from what was captured: a size, a dtype, a constant, a missing tensor.
         """
         found: list[Any] = [None] * self.n_inputs
         for template, value in zip(self.templates, values, strict=True):
             self._match(template, value, found)
-        self.guards.check(found)
+        self.guards.check(found, model)
         return found
 
     def output(self, flat: tuple[Any, ...]) -> Any:

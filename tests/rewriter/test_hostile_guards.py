@@ -1,0 +1,70 @@
+"""What a result has to survive after the rewrite: other dtypes, and the original's own train()."""
+
+from __future__ import annotations
+
+import copy
+from typing import Self
+
+import pytest
+import torch
+from torch import nn
+
+import resfx
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.f(x)
+
+
+X = torch.randn(2, 5, 8)
+
+
+@pytest.mark.parametrize("frontend", ["export", "fx"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_inputs_follow_the_dtype_of_the_result(dtype: torch.dtype, frontend: str) -> None:
+    model = Net()
+    result = resfx.rewrite(model, resfx.Standard(), (X,), frontend=frontend)
+    wanted = copy.deepcopy(model).to(dtype)(X.to(dtype))
+    got = result.to(dtype)(X.to(dtype))
+    assert got.dtype == dtype
+    assert torch.equal(got, wanted)
+    compiled = torch.compile(result, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(X.to(dtype)), wanted)
+    with pytest.raises(resfx.GuardError, match=r"torch\.int64"):
+        result(X.long())
+    with pytest.raises(resfx.GuardError, match="at capture it was"):
+        result.float()(X.to(dtype))
+
+
+class Frozen(nn.Module):
+    """Keeps its dropout in eval mode, whatever is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.drop.eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.f(x))
+
+
+def test_train_of_the_original_is_followed() -> None:
+    model = Frozen()
+    result = resfx.rewrite(model, resfx.Standard(), (X,))
+    for module in (result, copy.deepcopy(result)):
+        module.train()
+        assert module.training
+        assert module.get_submodule("f").training
+        assert not module.get_submodule("drop").training
+        assert torch.equal(module(X), model.train()(X))
+        module.eval()
+        assert not any(child.training for child in module.modules())
