@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from resfx.captured import Mode
+from resfx.grad_mode import noted_grad_mode
 from resfx.traces import whole_stack_traces
 
 
@@ -26,6 +27,19 @@ def training_mode(model: nn.Module, mode: Mode | None) -> Iterator[None]:
     finally:
         for module, flag in flags:
             module.training = flag
+
+
+@contextlib.contextmanager
+def _own_attributes(model: nn.Module) -> Iterator[None]:
+    """Afterwards every submodule has its very attributes again: torch.export leaves copies of lists and dicts behind."""
+    saved = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, before in saved:
+            for name in attributes.keys() - before.keys():
+                del attributes[name]
+            attributes.update(before)
 
 
 @contextlib.contextmanager
@@ -79,10 +93,12 @@ def _plain_checkpoints(seen: list[str]) -> Iterator[None]:
 def capturing(model: nn.Module, mode: Mode | None, seen_checkpoints: list[str]) -> Iterator[None]:
     """Everything a capture needs around it."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_own_attributes(model))
         stack.enter_context(training_mode(model, mode))
         stack.enter_context(_plain_attention())
         stack.enter_context(_plain_checkpoints(seen_checkpoints))
         stack.enter_context(whole_stack_traces())
+        stack.enter_context(noted_grad_mode())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(warnings.catch_warnings())
