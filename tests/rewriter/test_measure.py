@@ -1,23 +1,18 @@
-"""`measure` against the same numbers computed by hand, on every form; what it leaves untouched; its report."""
+"""`measure` against the same numbers computed by hand, on every form."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import itertools
 import json
 import math
-import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from measure_helpers import SITES, D, Net, loss_of, perturb, rewritten, token_norm
 from torch import Tensor, nn
 
 import resfx
-from resfx.export.errors import OutputPathError
 
 FORMS = [
     resfx.Standard(),
@@ -32,42 +27,7 @@ FORMS = [
     resfx.ScaledLoop(),
     resfx.ScaledLoop(loops=2, learnable=True),
 ]
-D, SITES = 12, 5
 START = 1 / (1 + math.e**2)  # sigmoid(-2)
-
-
-class Branch(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm, self.fc1, self.fc2 = nn.LayerNorm(D), nn.Linear(D, 8), nn.Linear(8, D)
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.fc2(F.gelu(self.fc1(self.norm(x)))))
-
-
-class Net(nn.Module):
-    """Pre-norm sites; the first update is added with a factor, the last one is the sum of two branches."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(Branch(dropout) for _ in range(SITES + 1))
-        self.head = nn.LayerNorm(D)
-
-    def updates(self, number: int, x: Tensor) -> Tensor:
-        u = self.branches[number](x)
-        return u + self.branches[SITES](x) if number == SITES - 1 else u
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + 0.5 * self.branches[0](x)
-        for number in range(1, SITES - 1):
-            x = x + self.branches[number](x)
-        x = x + self.branches[SITES - 1](x) + self.branches[SITES](x)
-        return self.head(x)
-
-
-def loss_of(y: Tensor) -> Tensor:
-    return (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)).sum()
 
 
 @pytest.fixture
@@ -80,29 +40,6 @@ def net() -> Net:
 def x() -> Tensor:
     torch.manual_seed(1)
     return torch.randn(2, 4, D, dtype=torch.float64)
-
-
-@functools.cache
-def _rewritten(form: resfx.Form, warm: bool) -> resfx.Rewritten:
-    torch.manual_seed(0)
-    return resfx.rewrite(Net().double(), form, (torch.randn(2, 4, D, dtype=torch.float64),), warm_start=warm)
-
-
-def rewritten(form: resfx.Form, warm: bool = False) -> resfx.Rewritten:
-    """`net` in another form, with the new parameters at their start; each is captured once."""
-    return copy.deepcopy(_rewritten(form, warm))
-
-
-def perturb(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.startswith("residual."):
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-
-
-def token_norm(value: Tensor) -> float:
-    return float(value.detach().norm(dim=-1).square().mean().sqrt())
 
 
 def by_hand(net: Net, x: Tensor) -> dict[str, list[float | None]]:
@@ -130,7 +67,7 @@ def test_plain_model(net: Net, x: Tensor) -> None:
     assert [reading.site for reading in report.sites] == list(range(SITES))
     for name, expected in by_hand(net, x).items():
         assert [getattr(r, name) for r in report.sites] == [e if e is None else pytest.approx(e, rel=1e-9) for e in expected]
-    assert report.loss == pytest.approx(float(loss_of(net(x))), rel=1e-12)
+    assert report.loss == pytest.approx(loss_of(net(x)).item(), rel=1e-12)
     assert report.forms == {0: "standard"}
     assert all(r.weight_max is None and r.gate_mean is None for r in report.sites)
 
@@ -305,181 +242,3 @@ def test_slices_and_broadcast() -> None:
     assert readings[0].gradient_norm > 0  # type: ignore[operator]
     assert readings[1].gradient_norm is None  # the branch's value is smaller than the update
     assert readings[1].cosine is None
-
-
-def test_wrappers_copies_and_plain_twins(net: Net, x: Tensor) -> None:
-    model = rewritten(resfx.Review())
-
-    class Wrapper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = model
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"y": 2 * self.inside(x)}
-
-    expected = resfx.measure(model, (x,)).sites
-    assert resfx.measure(copy.deepcopy(model), (x,)).sites == expected
-    assert resfx.measure(torch.compile(model), (x,)).sites == expected
-    assert resfx.measure(Wrapper(), (x,)).sites == expected
-    twice = resfx.measure(Wrapper(), (x,), loss=lambda out: loss_of(out["y"])).sites
-    once = resfx.measure(model, (x,), loss=loss_of).sites
-    assert [r.gradient_norm for r in twice] == [pytest.approx(2 * r.gradient_norm) for r in once]  # type: ignore[operator]
-    with pytest.raises(resfx.MeasureError, match="one by one"):
-        resfx.measure(nn.Sequential(model, copy.deepcopy(model)), (x,))
-
-
-class TwoStreams(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.ModuleList(nn.Linear(D, D) for _ in range(3)), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.down = nn.Linear(D, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.first:
-            x = x + layer(x)
-        x = self.down(x)
-        for layer in self.last:
-            x = x + layer(x)
-        return x
-
-
-def test_several_streams() -> None:
-    """Each under its own form; those that were left plain are named."""
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, D)
-    model = resfx.rewrite(TwoStreams(), resfx.Review(), (x,), streams=0)
-    report = resfx.measure(model, (x,))
-    assert set(report.unmeasured) == {1}
-    assert {r.stream for r in report.sites} == {0}
-    assert "stream 1 was not measured" in str(report)
-    report = resfx.measure(resfx.rewrite(model, resfx.DeltaAttention(), (x,)), (x,))
-    assert report.forms == {0: "review", 1: "delta"}
-    assert report.unmeasured == {}
-    assert [r.gate_mean for r in report.of_stream(0)] == [pytest.approx(0.5)] * 3
-    assert [r.weight_max for r in report.of_stream(1)] == [None, pytest.approx(1 / 2), pytest.approx(1 / 3)]
-    assert report.of_stream(1)[0].cosine is None
-
-
-def test_frozen_models_have_gradients_too(net: Net, x: Tensor) -> None:
-    model = rewritten(resfx.Standard())
-    expected = [r.gradient_norm for r in resfx.measure(model, (x,), loss=loss_of).sites]
-    model.requires_grad_(False)
-    with torch.no_grad():
-        report = resfx.measure(model, (x,), loss=loss_of)
-    assert [r.gradient_norm for r in report.sites] == [pytest.approx(e, rel=1e-9) for e in expected]
-
-
-@dataclass
-class Output:
-    loss: Tensor | None
-    y: Tensor
-
-
-torch.export.register_dataclass(Output, serialized_type_name="resfx.tests.measure.Output")
-
-
-class WithLoss(Net):
-    def forward(self, x: Tensor, target: Tensor | None = None) -> Output:
-        y = super().forward(x)
-        return Output(None if target is None else F.mse_loss(y, target), y)
-
-
-def test_the_loss_that_a_model_returns(x: Tensor) -> None:
-    torch.manual_seed(0)
-    net, target = WithLoss().double(), torch.zeros_like(x)
-    model = resfx.rewrite(net, resfx.Review(), (x, target))
-    own = resfx.measure(model, (x, target))
-    given = resfx.measure(model, (x, target), loss=lambda out: F.mse_loss(out.y, target))
-    assert own == given
-    assert own.loss is not None
-    with torch.no_grad():
-        assert resfx.measure(model, (x, target)).sites[0].gradient_norm is None
-    assert resfx.measure(net, (x,)).sites[0].gradient_norm is None
-
-
-def test_losses_that_are_none(net: Net, x: Tensor) -> None:
-    model = rewritten(resfx.Review())
-    with pytest.raises(resfx.MeasureError, match=r"shape \(2, 4, 12\)"):
-        resfx.measure(model, (x,), loss=lambda y: y)
-    with pytest.raises(resfx.MeasureError, match="a float"):
-        resfx.measure(model, (x,), loss=lambda y: float(y.detach().sum()))
-    with pytest.raises(resfx.MeasureError, match="without detaching"):
-        resfx.measure(model, (x,), loss=lambda y: y.detach().sum())
-    assert "forward" not in vars(model)
-
-
-class Conv(nn.Module):
-    """Batch statistics, dropout, in-place activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(D, D, 3, padding=1) for _ in range(3))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(D) for _ in range(3))
-        self.relu, self.drop = nn.ReLU(inplace=True), nn.Dropout(0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            out = norm(self.drop(conv(x)))
-            out += x
-            x = self.relu(out)
-        return x
-
-
-@pytest.mark.parametrize("rewritten", [False, True], ids=["plain", "rewritten"])
-def test_nothing_changes(rewritten: bool) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(2, D, 4, 4)
-    net: nn.Module = Conv()
-    net.norms[1].eval()
-    model = resfx.rewrite(net, resfx.MultiGate(streams=2), (x,)) if rewritten else net
-    model.convs[0].weight.grad = torch.ones_like(model.convs[0].weight)
-    state, random = copy.deepcopy(model.state_dict()), torch.random.get_rng_state()
-    flags = {name: (module.training, set(vars(module))) for name, module in model.named_modules()}
-    hooks = {name: len(module._forward_hooks) for name, module in model.named_modules()}
-    objects = [id(t) for t in (*model.parameters(), *model.buffers())]
-    report = resfx.measure(model, (x,), loss=lambda y: y.square().mean())
-    assert len([r for r in report.sites if r.update_norm]) == 3
-    assert torch.equal(torch.random.get_rng_state(), random)
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
-    assert {name: (module.training, set(vars(module))) for name, module in model.named_modules()} == flags
-    assert {name: len(module._forward_hooks) for name, module in model.named_modules()} == hooks
-    assert [id(t) for t in (*model.parameters(), *model.buffers())] == objects
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    assert len(grads) == 1
-    assert torch.equal(grads[0], torch.ones_like(grads[0]))
-
-
-def test_it_measures_the_mode_the_model_is_in(x: Tensor) -> None:
-    torch.manual_seed(0)
-    model = resfx.rewrite(Net(dropout=0.5).double(), resfx.Review(), (x,))
-    random = torch.random.get_rng_state()
-    seen: list[Tensor] = []
-    training = resfx.measure(model.train(), (x,), loss=lambda y: (seen.append(y), y.sum())[1])
-    torch.random.set_rng_state(random)
-    assert torch.equal(model(x), seen[0])
-    evaluated = resfx.measure(model.eval(), (x,))
-    assert training.sites[0].update_norm != evaluated.sites[0].update_norm
-
-
-def test_half_precision_is_measured_wide(net: Net, x: Tensor) -> None:
-    exact = resfx.measure(net, (x,)).sites
-    half = resfx.measure(net.bfloat16(), (x.bfloat16(),)).sites
-    assert [r.stream_norm for r in half] == [pytest.approx(r.stream_norm, rel=2e-2) for r in exact]
-
-
-def test_plot(net: Net, x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    report = resfx.measure(rewritten(resfx.MultiGate(streams=2)), (x,), loss=loss_of)
-    report.plot(tmp_path / "report.png")
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(resfx.PlotError, match=r"\.png"):
-        report.plot(tmp_path / "report.nonsense")
-    with pytest.raises(OutputPathError, match="does not exist"):
-        report.plot(tmp_path / "missing" / "report.png")
-    with pytest.raises(resfx.PlotError, match="nothing to draw"):
-        resfx.Report((), {}, {}).plot(tmp_path / "empty.png")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(resfx.PlotError, match=r"resfx\[plot\]"):
-        report.plot(tmp_path / "other.png")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.png"]
