@@ -12,9 +12,10 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from resfx.capture_errors import CaptureError
 from resfx.functionalize import Functional, functionalize, written_arguments
+from resfx.grad_mode import cut_gradients
 from resfx.guards import Guards, build_guards
 from resfx.regions import inline_regions
-from resfx.root import add_constant, free_name, graft
+from resfx.root import add_constant, free_name, graft, graph_target
 from resfx.tracepoints import Tracepoint, resolve_tracepoints
 
 _PLACED = (InputKind.PARAMETER, InputKind.BUFFER)
@@ -52,6 +53,8 @@ def unlift(program: torch.export.ExportedProgram, model: nn.Module) -> Unlifted:
     remove_asserts(module.graph)
     result.functional = functionalize(module)
     result.notes.extend(result.functional.notes)
+    if cut_gradients(module.graph):
+        result.notes.append("some operations run with gradients off; their inputs are detached")
     remove_dead(module.graph)
     return result
 
@@ -90,6 +93,8 @@ def _attributes(
                 f"the export route met a {spec.kind.name.lower()} input `{target}`,"
                 " which a rewritten module can't hold. Remove the custom object from the model, or use frontend='fx'."
             )
+        else:
+            target = graph_target(module, target)
         new = graph.get_attr(target)
         new.name = node.name
         new.meta = copy.copy(node.meta)
@@ -119,9 +124,7 @@ def _body(
         origin[(0, node.name)] = new
 
 
-def _subgraph(
-    program: torch.export.ExportedProgram, node: fx.Node, module: fx.GraphModule, graph: fx.Graph
-) -> fx.Node:
+def _subgraph(program: torch.export.ExportedProgram, node: fx.Node, module: fx.GraphModule, graph: fx.Graph) -> fx.Node:
     """The body of a higher-order op (a region, a branch of cond) moves over under a free name."""
     target = str(node.target)
     value: Any = program.graph_module

@@ -35,3 +35,34 @@ def test_a_value_read_in_a_region_keeps_its_gradient_outside(mode: bool) -> None
         module(x).sum().backward()
     torch.testing.assert_close(model.f.weight.grad, rewritten.get_submodule("f").weight.grad)
     assert rewritten.get_submodule("g").weight.grad is None
+
+
+class Frozen(nn.Module):
+    """Gradients off in ways that the export does not keep."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.f, self.g = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "inference":
+            with torch.inference_mode():
+                s = self.f(x).mean()
+            return x + self.g(x) * s.clone()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.no_grad():
+                x = x + self.f(x)
+            return x + self.g(x)
+
+
+@pytest.mark.parametrize("kind", ["autocast", "inference"])
+def test_what_ran_without_gradients_gets_none(kind: str) -> None:
+    model, x = Frozen(kind), torch.randn(2, 5, 8)
+    graphed, _ = fold_model(model, (x,))
+    assert_same(model, graphed, (x,))
+    rewritten = resfx.rewrite(model, resfx.Standard(), (x,))
+    for mode in (True, False):
+        rewritten.train(mode)(x).sum().backward()
+        assert rewritten.get_submodule("f").weight.grad is None
+        assert rewritten.get_submodule("g").weight.grad is not None
