@@ -18,6 +18,8 @@ def checked_path(path: str | os.PathLike[str], *, suffix: str | None = None) -> 
     Raises OutputPathError where the parent is missing, the path or its parent is of the wrong kind, the folder cannot
     be written, or the name lacks the `suffix` that the format demands.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise OutputPathError(f"the path to write is a {type(path).__name__}: name a file")
     target = Path(os.path.abspath(os.path.expanduser(path)))
     if target.is_dir():
         raise OutputPathError(

@@ -7,8 +7,8 @@ stream's entry; a state emits calls of `resfx.passes.ops` through its `Stage` an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from dataclasses import Field, dataclass, fields
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
 import torch
 from torch.fx import Node
@@ -88,6 +88,20 @@ class Form:
     keeps_values: ClassVar[bool] = False  # keeps earlier values: in-place updates of the stream become functional
     merges: ClassVar[bool] = False  # has no state of its own: `read` and `end` build it, transitions follow them
 
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Check names and types of the options before the dataclass takes them. Errors: FormError."""
+        known = {f.name: f for f in fields(cls)}
+        if len(args) > len(known):
+            raise FormError(f"{cls.name}: {len(args)} options given, it has {len(known)}")
+        for option, value in (*zip(known, args, strict=False), *options.items()):
+            if option not in known:
+                raise FormError(
+                    f"{cls.name}: unknown option {option!r}; the valid ones: {', '.join(known) or 'it has none'}"
+                )
+            if not _fits(value, known[option]):
+                raise FormError(f"{cls.name}: {option}={value!r} is not of type {known[option].type}")
+        return super().__new__(cls)
+
     def begin(self, stage: Stage, h0: Node) -> StreamState:
         """The state of a stream that starts with `h0`."""
         raise NotImplementedError
@@ -130,6 +144,17 @@ class Form:
         values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         changed = [f"{name}={_text(value)}" for name, value in values.items()]
         return f"{self.name}({', '.join(changed)})" if changed else self.name
+
+
+_PLAIN: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "None": (type(None),)}
+
+
+def _fits(value: object, option: Field[Any]) -> bool:
+    """Is `value` of the declared type, where that is a number, a flag or None? Other types are the form's to check."""
+    kinds = str(option.type).split(" | ")
+    if not all(kind in _PLAIN for kind in kinds):
+        return True
+    return any(isinstance(value, _PLAIN[kind]) for kind in kinds)
 
 
 def _text(value: object) -> str:

@@ -6,8 +6,11 @@ that second flat graph, and folds every leaf module into one `call_module` of th
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from keyword import iskeyword
 from typing import Any
 
+import torch
 from torch import nn
 
 from resfx.capture_errors import CaptureError, DynamicDimSpecialized, GuardError, NotAModule
@@ -33,12 +36,31 @@ __all__ = [
 
 def check_module(model: Any) -> nn.Module:
     """Raises NotAModule for anything that is no nn.Module."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise NotAModule(
+            "the model is a TorchScript module, which can't be captured: pass the nn.Module it was made from"
+        )
     if isinstance(model, nn.Module):
         return model
     what = f"the class `{model.__name__}`, not an instance" if isinstance(model, type) else f"a {type(model).__name__}"
     raise NotAModule(
         f"expected a torch.nn.Module, got {what}. Pass the module itself; a function fits into an nn.Module's forward."
     )
+
+
+def _keyword_path(model: nn.Module) -> str | None:
+    """The first submodule, parameter or buffer with a Python keyword in its path."""
+    paths = [path for path, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())]
+    return next((path for path in paths if any(map(iskeyword, path.split(".")))), None)
+
+
+def example_call(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The example call as a tuple and a dict. Raises CaptureError for anything else."""
+    if isinstance(args, (torch.Tensor, str)) or not isinstance(args, Sequence):
+        raise CaptureError(f"args must be a tuple, got a {type(args).__name__}: write (x,) for one argument")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise CaptureError(f"kwargs must be a dict of keyword arguments, got a {type(kwargs).__name__}")
+    return tuple(args), dict(kwargs or {})
 
 
 def capture(
@@ -58,10 +80,20 @@ def capture(
     """
     module = check_module(model)
     arguments = (tuple(args), dict(kwargs or {}))
-    if frontend == "export":
-        return export_flat(module, *arguments, dynamic_shapes, mode).captured
-    if frontend == "fx":
-        if dynamic_shapes is not None:
-            raise CaptureError("dynamic_shapes belongs to frontend='export'; the fx frontend leaves every size open")
-        return fx_flat(module, *arguments, mode)
+    try:
+        if frontend == "export":
+            return export_flat(module, *arguments, dynamic_shapes, mode).captured
+        if frontend == "fx":
+            if dynamic_shapes is not None:
+                raise CaptureError(
+                    "dynamic_shapes belongs to frontend='export'; the fx frontend leaves every size open"
+                )
+            return fx_flat(module, *arguments, mode)
+    except (SyntaxError, CaptureError) as error:
+        unspeakable = _keyword_path(module) if isinstance(error.__cause__ or error, SyntaxError) else None
+        if unspeakable is None:
+            raise
+        raise CaptureError(
+            f"`{unspeakable}` holds a Python keyword, which generated code can't name as an attribute; rename that key or module"
+        ) from error
     raise CaptureError(f"unknown frontend {frontend!r}: choose 'export' or 'fx'")

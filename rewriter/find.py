@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from resfx.capture import capture
+from resfx.capture import capture, check_module, example_call
 from resfx.captured import Captured
 from resfx.patterns import ResidualMap, search
 
@@ -26,7 +26,8 @@ def find(
     Args follow torch.export.export. `unweighted`: branches without a Parameter count as sites too. An empty map is a result, not
     an error; its `rejected` tells why. The model is not changed. Errors: NotAModule, CaptureError, DynamicDimSpecialized.
     """
-    flat = capture(model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, frontend=frontend)
+    check_module(model)
+    flat = capture(model, *example_call(args, kwargs), dynamic_shapes=dynamic_shapes, frontend=frontend)
     found = search(flat.graph_module, unweighted=unweighted)
     return ResidualMap(found.streams, found.rejected, capture_notes(flat))
 

@@ -21,7 +21,7 @@ from resfx.failure import capture_failure, without_own_frames
 from resfx.functionalize import fake_result, functionalize
 from resfx.guards import Guards, TensorGuard, parameter_dtypes
 from resfx.module_calls import refreshed
-from resfx.root import add_constant, graft
+from resfx.root import add_constant, graft, graph_target
 from resfx.signature import CallSignature, forward_signature, input_templates, slot_labels
 
 FX_NOTE = "the fx frontend does not see no_grad and autocast regions: the result runs their operations plainly"
@@ -212,7 +212,7 @@ def _trace(
 def _attribute(module: fx.GraphModule, wrapper: nn.Module, target: str) -> str:
     """A parameter or buffer keeps its name; a constant that fx attached to the wrapper moves over."""
     if target.startswith(_MODEL):
-        return strip(target)
+        return graph_target(module, strip(target))
     value = getattr(wrapper, target)
     return add_constant(module, target, value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy as copying
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +11,14 @@ from typing import Any
 from torch import nn
 
 from resfx.applying import RewriteError, Untouched, apply_plans, carry_over
-from resfx.capture import capture, check_module
+from resfx.capture import capture, check_module, example_call
 from resfx.captured import Captured
 from resfx.find import capture_notes
 from resfx.folded_capture import capture_folded
 from resfx.graphed import TRAIN_REFUSAL
 from resfx.passes import Form, FormError, Plan
 from resfx.patterns import NoResidualFound, Searched, Stream, open_modules, refresh, search
-from resfx.rewritten import Rewritten
+from resfx.rewritten import Rewritten, taken_names
 from resfx.selection import Select, Streams, chosen_streams, matching, predicate
 from resfx.tidy import drop_whole_slices
 from resfx.verify import verify_capture
@@ -58,7 +59,7 @@ def rewrite(
     Errors: NoResidualFound (with the near misses), RewriteError, SelectionError, FormError, CaptureError and its kin.
     """
     _check(model, form)
-    call = Call(tuple(args), dict(kwargs or {}), dynamic_shapes, frontend)
+    call = Call(*example_call(args, kwargs), dynamic_shapes, frontend)
     source = copied(model) if copy else model
     earlier = source.origin.plans if isinstance(source, Rewritten) else ()
     plain = source.origin.model if isinstance(source, Rewritten) else source
@@ -95,16 +96,53 @@ def _check(model: nn.Module, form: Form) -> None:
         raise RewriteError(
             f"{type(model).__name__} already has an attribute `residual`, where the new parameters go; rename it before the rewrite"
         )
+    taken = [] if isinstance(model, Rewritten) else taken_names(model)
+    if taken:
+        raise RewriteError(
+            f"{type(model).__name__} has an attribute `{taken[0]}`, which a rewritten model has itself; rename it before the rewrite"
+        )
 
 
 def copied(model: nn.Module) -> nn.Module:
     """A deep copy. Errors: RewriteError naming the submodule that can't be copied."""
     try:
-        return copying.deepcopy(model)
+        result = copying.deepcopy(model)
     except Exception as error:
         raise RewriteError(
             f"{_uncopyable(model)} can't be deep-copied ({error}); pass copy=False to rewrite on the model's own submodules"
         ) from error
+    originals = set(map(id, model.modules()))
+    for path, module in result.named_modules():
+        if _reaches(vars(module).get("forward"), originals):
+            raise RewriteError(
+                f"the forward set on module `{path or type(module).__name__}` holds the original's submodules, which its copy"
+                " would still run; pass copy=False, or define forward in the class"
+            )
+    return result
+
+
+def _reaches(value: Any, modules: set[int]) -> bool:
+    """Is `value` one of `modules`, a method of one, or a function with one in its variables?"""
+    seen: set[int] = set()
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if id(value) in modules:
+            return True
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if inspect.ismethod(value):
+            pending += [value.__self__, value.__func__]
+        elif inspect.isfunction(value):
+            variables = inspect.getclosurevars(value)
+            pending += [
+                *variables.nonlocals.values(),
+                *(value.__defaults__ or ()),
+                *(value.__kwdefaults__ or {}).values(),
+            ]
+            pending += [v for v in variables.globals.values() if isinstance(v, nn.Module)]
+    return False
 
 
 def _uncopyable(model: nn.Module) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class NotOnRewritten(ResfxError):
-    """A method that needs the model's own class, such as `generate`."""
+    """What needs the model's own class, such as `generate` and pickling."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,13 @@ class Origin:
 # Read from the original model: what trainers and pipelines ask a model for.
 _PASSED_THROUGH = frozenset({"config", "device", "dtype"})
 _OWN = ("_origin", "_residual_map")
+
+
+def taken_names(model: nn.Module) -> list[str]:
+    """Submodules, parameters and buffers at the root of `model` whose names a rewritten model needs itself."""
+    blank = fx.GraphModule(nn.Module(), fx.Graph())
+    own = {*dir(Rewritten), *dir(blank), *_OWN, "_train_refusal"} - set(dir(nn.Module()))
+    return [name for name in (*model._modules, *model._parameters, *model._buffers) if name in own]
 
 
 class Rewritten(GraphedModule):
@@ -86,6 +93,13 @@ class Rewritten(GraphedModule):
         raise NotOnRewritten(
             "a rewritten model has no generate(): its graph was captured without a cache. That is the job of the live mode, "
             "resfx.attach, which this version does not have yet; until then call the model on the whole sequence for every token."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Not here: the class is generated for this one model. Errors: NotOnRewritten."""
+        raise NotOnRewritten(
+            "a rewritten model can't be pickled: its forward is generated. Write it with resfx.save and read it with"
+            " resfx.load, save its state_dict(), or copy it with copy.deepcopy"
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -5,16 +5,24 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
+# Key of `GraphModule.meta`: the names of the model that GraphModule has itself, and what they are in the graft.
+_ALIASES = "resfx_aliases"
+
 
 def graft(model: nn.Module, graph: fx.Graph | None = None) -> fx.GraphModule:
     """A GraphModule whose children, parameters and buffers are the very objects of `model`, never-called ones too.
 
-    Class attributes and other instance attributes are not taken over.
+    Class attributes and other instance attributes are not taken over. `graph_target` tells what a name is in the graph:
+    one that GraphModule has itself (`graph`, `code`, `meta`) is another there.
     """
     module = fx.GraphModule(nn.Module(), fx.Graph())
-    module._modules.update(model._modules)
-    module._parameters.update(model._parameters)
-    module._buffers.update(model._buffers)
+    names = [*model._modules, *model._parameters, *model._buffers]
+    aliases = {name: f"_user_{name}" for name in names if hasattr(module, name)}
+    module._modules.update({aliases.get(name, name): child for name, child in model._modules.items()})
+    module._parameters.update({aliases.get(name, name): value for name, value in model._parameters.items()})
+    module._buffers.update({aliases.get(name, name): value for name, value in model._buffers.items()})
+    if aliases:
+        module.meta[_ALIASES] = aliases
     module._non_persistent_buffers_set.update(model._non_persistent_buffers_set)
     module._state_dict_hooks.update(model._state_dict_hooks)
     module._load_state_dict_pre_hooks.update(model._load_state_dict_pre_hooks)
@@ -22,6 +30,13 @@ def graft(model: nn.Module, graph: fx.Graph | None = None) -> fx.GraphModule:
     if graph is not None:
         module.graph = graph
     return module
+
+
+def graph_target(module: fx.GraphModule, name: str) -> str:
+    """What the parameter, buffer or submodule `name` of the model is called in the graft `module`."""
+    first, dot, rest = name.partition(".")
+    aliases: dict[str, str] = module.meta.get(_ALIASES, {})
+    return f"{aliases.get(first, first)}{dot}{rest}"
 
 
 def add_constant(module: nn.Module, name: str, value: torch.Tensor) -> str:

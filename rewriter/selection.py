@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
@@ -25,7 +25,9 @@ def chosen_streams(found: Sequence[Stream], streams: Streams, taken: Sequence[in
                 "every stream of this model is rewritten already; resfx.revert gives the plain model back"
             )
         return free
-    wanted = [streams] if isinstance(streams, int) else list(streams)
+    wanted = [streams] if isinstance(streams, int) else list(streams) if isinstance(streams, Iterable) else []
+    if not wanted or not all(isinstance(index, int) for index in wanted):
+        raise SelectionError(f"streams={streams!r} names no stream; give indices of find's map, or None for all")
     for index in wanted:
         if index in taken:
             raise SelectionError(f"stream {index} is rewritten already; resfx.revert gives the plain model back")
@@ -38,7 +40,11 @@ def predicate(select: Select) -> Callable[[Site], bool] | None:
     """`select=` as a predicate over sites: globs on module paths, or the user's own function; None selects all."""
     if select is None or callable(select):
         return select
-    globs = [select] if isinstance(select, str) else list(select)
+    globs = [select] if isinstance(select, str) else list(select) if isinstance(select, Iterable) else [select]
+    if not all(isinstance(glob, str) for glob in globs):
+        raise SelectionError(
+            f"select={select!r}: give a glob on module paths, several of them, or a function over sites"
+        )
     return lambda site: any(fnmatchcase(site.path, glob) for glob in globs)
 
 

@@ -1,0 +1,73 @@
+"""Wrong arguments meet errors of resfx that say what to write instead."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import resfx
+
+X = torch.randn(2, 5, 8)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.f(x)
+        return x + self.g(x)
+
+
+def rewritten(**options: Any) -> resfx.Rewritten:
+    return resfx.rewrite(Net(), resfx.Review(), (X,), **options)
+
+
+JOBS: list[tuple[Callable[[], Any], type[resfx.ResfxError], str]] = [
+    (lambda: resfx.find(torch.jit.trace(Net(), (X,)), (X,)), resfx.NotAModule, "TorchScript"),
+    (lambda: resfx.rewrite(torch.jit.trace(Net(), (X,)), resfx.Review(), (X,)), resfx.NotAModule, "TorchScript"),
+    (lambda: resfx.find(Net(), (X,), [1]), resfx.CaptureError, "kwargs must be a dict"),  # type: ignore[arg-type]
+    (lambda: resfx.find(Net(), 5), resfx.CaptureError, "args must be a tuple"),  # type: ignore[arg-type]
+    (lambda: resfx.find(Net(), X), resfx.CaptureError, r"write \(x,\)"),  # type: ignore[arg-type]
+    (lambda: rewritten(select=3), resfx.SelectionError, "select=3"),
+    (lambda: rewritten(streams=[]), resfx.SelectionError, "names no stream"),
+    (lambda: rewritten(streams="0"), resfx.SelectionError, "names no stream"),
+    (lambda: resfx.DeltaAttention(foo=1), resfx.FormError, "unknown option 'foo'"),
+    (lambda: resfx.MultiGate(streams="a"), resfx.FormError, "streams='a'"),
+    (lambda: resfx.Review(eps=None), resfx.FormError, "eps=None"),
+    (lambda: resfx.DeltaAttention(query_init_std="a"), resfx.FormError, "query_init_std"),
+    (lambda: resfx.export.to_onnx(Net(), None, (X,)), resfx.ResfxError, "name a file"),  # type: ignore[arg-type]
+    (lambda: pickle.dumps(rewritten()), resfx.NotOnRewritten, r"resfx\.save"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("number", range(len(JOBS)))
+def test_error_is_ours(number: int) -> None:
+    job, kind, text = JOBS[number]
+    with pytest.raises(kind, match=text):
+        job()
+
+
+def test_meta_tensors_run() -> None:
+    model = Net().to("meta")
+    result = resfx.rewrite(model, resfx.DeltaAttention(), (X.to("meta"),))
+    assert result(X.to("meta")).shape == X.shape
+
+
+def test_forward_that_holds_the_original() -> None:
+    model = Net()
+    model.forward = lambda x: x + model.f(x) * 2  # type: ignore[method-assign]
+    with pytest.raises(resfx.RewriteError, match="copy=False"):
+        resfx.rewrite(model, resfx.Standard(), (X,))
+    assert torch.equal(resfx.rewrite(model, resfx.Standard(), (X,), copy=False)(X), model(X))
+    plain = Net()
+    plain.forward = plain.forward  # type: ignore[method-assign]
+    assert torch.equal(resfx.rewrite(plain, resfx.Standard(), (X,))(X), plain(X))
