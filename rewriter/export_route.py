@@ -15,7 +15,7 @@ from resfx.functionalize import Functional, functionalize, written_arguments
 from resfx.grad_mode import cut_gradients
 from resfx.guards import Guards, build_guards
 from resfx.regions import inline_regions
-from resfx.root import add_constant, free_name, graft
+from resfx.root import add_constant, free_name, graft, graph_target
 from resfx.tracepoints import Tracepoint, resolve_tracepoints
 
 _PLACED = (InputKind.PARAMETER, InputKind.BUFFER)
@@ -93,6 +93,8 @@ def _attributes(
                 f"the export route met a {spec.kind.name.lower()} input `{target}`,"
                 " which a rewritten module can't hold. Remove the custom object from the model, or use frontend='fx'."
             )
+        else:
+            target = graph_target(module, target)
         new = graph.get_attr(target)
         new.name = node.name
         new.meta = copy.copy(node.meta)
