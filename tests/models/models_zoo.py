@@ -138,8 +138,8 @@ ZOO: dict[str, Entry] = {
             initializer_range=0.2,
         ),
         tokens(8),
-        (3,),
-        {PLUS: 3},
+        (1, 3, 1, 1),  # the D skip of each scan, y + D x, is a scaled identity of its own
+        {PLUS: 3, "scan_output = scan_output + hidden_states * D[None, :, None]": 3},
         refused=tokens(11),  # the scan is a Python loop over the length
         heavy=True,
     ),
