@@ -14,9 +14,11 @@ from torch.fx import Graph, Node
 from resfx.patterns import dialect
 from resfx.patterns.axis import feature_axis
 from resfx.patterns.dialect import SHAPE_ONLY, data_inputs, op_name
+from resfx.patterns.errors import SumDiffers
 from resfx.patterns.search import Found
 from resfx.patterns.slices import slice_base
 from resfx.patterns.streams import Cast, Event, Layout, Reader, Scale, Side, Site, Stream, Term, Transition, Write
+from resfx.patterns.sums import terms_of
 from resfx.patterns.threads import Thread
 
 
@@ -202,7 +204,7 @@ def _moved(event: Event, moved: Mapping[Node, Node], order: Mapping[Node, int]) 
     if before is after:
         return None  # a module that returns its input
     if isinstance(event, Write):
-        return Write(before, after, _moved_site(event.site, moved))
+        return Write(before, after, _moved_site(event.site, moved, order))
     if isinstance(event, Side):
         return Side(before, after, tuple(_moved_term(t, moved) for t in event.terms))
     if isinstance(event, Scale) and isinstance(event.factor, Node):
@@ -212,13 +214,28 @@ def _moved(event: Event, moved: Mapping[Node, Node], order: Mapping[Node, int]) 
     return replace(event, before=before, after=after)
 
 
-def _moved_site(site: Site, moved: Mapping[Node, Node]) -> Site:
-    site.terms = tuple(_moved_term(t, moved) for t in site.terms)
+def _moved_site(site: Site, moved: Mapping[Node, Node], order: Mapping[Node, int]) -> Site:
     site.skip = moved.get(site.skip, site.skip)
-    site.branches = tuple(moved.get(b, b) for b in site.branches)
     site.region = tuple(moved.get(n, n) for n in site.region)
     site.node, site.result = moved.get(site.node, site.node), moved.get(site.result, site.result)
+    site.terms = tuple(_moved_term(t, moved) for t in site.terms)
+    site.branches = tuple(moved.get(b, b) for b in site.branches)
+    if any(operand not in order for term in site.terms for operand in term.operands):
+        site.terms = _terms_left(site, order)
+        site.branches = tuple(operand for term in site.terms for operand in term.operands)
     return site
+
+
+def _terms_left(site: Site, order: Mapping[Node, int]) -> tuple[Term, ...]:
+    """The terms of the sum as it is now, where a part of it became one node (it differs between train and eval)."""
+    found = terms_of(site.node) if site.node in order else None
+    terms = tuple(t for t in found or () if t.operands != (site.skip,))
+    if found is None or len(terms) != len(found) - 1:
+        raise SumDiffers(
+            f"the sum at `{site.path or 'root'}`, {site.source or site.node.name}, has other terms in train mode than in"
+            " eval mode. Compute the update first, whatever depends on the mode included, and add it to the state at last."
+        )
+    return terms
 
 
 def _moved_term(term: Term, moved: Mapping[Node, Node]) -> Term:

@@ -21,3 +21,7 @@ class NoResidualFound(ResfxError):
     def __init__(self, message: str, rejected: list[Rejected]) -> None:
         super().__init__(message)
         self.rejected = rejected
+
+
+class SumDiffers(ResfxError):
+    """A residual sum has other terms in train mode than in eval mode, and the two can't be told apart by the update alone."""

@@ -245,7 +245,7 @@ class _Functionalizer:
         twin = functional_twin(node.target)
         if twin is None:
             return None
-        new = self.graph.call_function(twin, node.args, dict(node.kwargs))
+        new = self.graph.call_function(twin, node.args, {**_own_defaults(node, twin), **node.kwargs})
         self._fill_meta(new, node)
         return new
 
@@ -362,6 +362,17 @@ def functional_twin(target: Any) -> Callable[..., Any] | None:
     ours = [str(argument.type) for argument in target._schema.arguments]
     theirs = [str(argument.type) for argument in twin._schema.arguments]
     return twin if ours == theirs else None
+
+
+def _own_defaults(node: fx.Node, twin: Any) -> dict[str, Any]:
+    """Arguments that `node` leaves to its default and that `twin` demands: `bernoulli_()` draws with p = 0.5."""
+    given: Any = node.target
+    pairs = list(zip(given._schema.arguments, twin._schema.arguments, strict=True))[len(node.args) :]
+    return {
+        theirs.name: ours.default_value
+        for ours, theirs in pairs
+        if not theirs.has_default_value() and ours.has_default_value()
+    }
 
 
 def fake_result(node: fx.Node) -> Any:

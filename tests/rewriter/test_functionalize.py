@@ -48,6 +48,12 @@ def through_transpose(h: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, .
     return h, turned, h.permute(2, 0, 1)
 
 
+def whole_transpose(h: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    turned = h.transpose(0, 1)
+    turned += f.transpose(0, 1)
+    return (h * 2,)
+
+
 def through_permute_and_unsqueeze(h: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, ...]:
     h.permute(2, 0, 1).unsqueeze(0).sub_(f.permute(2, 0, 1).unsqueeze(0))
     return (h,)
@@ -112,6 +118,7 @@ PROGRAMS = [
     through_slice,
     through_select,
     through_transpose,
+    whole_transpose,
     through_permute_and_unsqueeze,
     through_view,
     through_chunk,
