@@ -46,6 +46,7 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return sorted([*__all__, *_CLASSES])
 
+
 __all__ = [
     "FORMS",
     "Applied",

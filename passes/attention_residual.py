@@ -22,7 +22,12 @@ from resfx.patterns.streams import Site, Stream
 
 @dataclass(frozen=True)
 class AttentionResidual(Form):
-    """Options as in FORMS. Block granularity takes `block_size` (sublayers in a block) or `blocks` (how many)."""
+    """Defaults are the paper's full form. Options:
+
+    `granularity`: "full", or "block" with `block_size` (sublayers in a block) or `blocks` (how many blocks).
+    `query_init_std`: standard deviation of the queries at init. `eps`: of the key norm. `tied`: one set of parameters for
+    each distinct branch in place of one per execution.
+    """
 
     granularity: Literal["full", "block"] = "full"
     block_size: int | None = None

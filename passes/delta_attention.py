@@ -21,7 +21,15 @@ from resfx.patterns.streams import Site, Stream
 
 @dataclass(frozen=True)
 class DeltaAttention(Form):
-    """Options as in FORMS. Block granularity takes `block_size` (sublayers in a block) or `blocks` (how many)."""
+    """Defaults are the paper's sublayer form. Options:
+
+    `granularity`: "sublayer", or "block" with `block_size` (sublayers in a block) or `blocks` (how many blocks).
+    `seeded`: the first branch is routed too, over [h0]. `null_source`: one more source per site, a learned vector, zero at init.
+    `gate`: how much of the read is taken, (1 - g) h + g read: "none" (all of it), "scalar" (one learned logit), "vector"
+    (sigmoid(W h + b)) or "alpha" (one learned factor, zero at init). `official_sources` (block): the published code's own
+    block sources, for weights trained with it. `query_init_std`: 0 as in the paper; the published code uses 0.02.
+    `eps`: of the key norm. `tied`: one set of parameters for each distinct branch in place of one per execution.
+    """
 
     granularity: Literal["sublayer", "block"] = "sublayer"
     block_size: int | None = None

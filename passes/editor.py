@@ -278,8 +278,6 @@ def _functional_overload(overload: torch._ops.OpOverload) -> Any | None:
     return getattr(packet, overload._overloadname, None)
 
 
-
-
 def _find_fake_mode(nodes: Iterable[Node]) -> Any | None:
     """The mode that made the graph's example values, so that new ones share its symbolic sizes."""
     for node in nodes:

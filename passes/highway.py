@@ -1,6 +1,6 @@
 """Highway: a gate computed from the state alone decides how much of an update enters it.
 
-    write(l) = h + g * u, or with `convex` (1 - g) h + g u; g = sigmoid(W h + b).
+write(l) = h + g * u, or with `convex` (1 - g) h + g u; g = sigmoid(W h + b).
 """
 
 from __future__ import annotations

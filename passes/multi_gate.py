@@ -22,7 +22,11 @@ from resfx.patterns.streams import Site, Stream
 
 @dataclass(frozen=True)
 class MultiGate(Form):
-    """`streams`: n. `b_base`, `l_base`: the gates' bias at `l_base` mixing writes, scaled to the model's own depth."""
+    """`streams`: n. `gate`: "independent" (a sigmoid for each stream) or "competitive" (a softmax over the streams and a forget logit).
+
+    `b_base`, `l_base`: the gates' bias at `l_base` mixing writes, scaled to the model's own depth. `eps`: of the norms inside.
+    `tied`: one set of parameters for each distinct branch in place of one per execution.
+    """
 
     streams: int = 4
     gate: Literal["independent", "competitive"] = "independent"

@@ -108,9 +108,7 @@ def routed_read(
 
 
 @_example(_like_state)
-def delta_read(
-    h: Tensor, sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int
-) -> Tensor:
+def delta_read(h: Tensor, sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int) -> Tensor:
     """h + sum_i a_i v_i, a = softmax_i(query . (rms(v_i) * key_norm))."""
     with _full_precision(h):
         return (_wide(h) + _routed(sources, query, key_norm, eps, dim)).to(h.dtype)
@@ -128,7 +126,7 @@ def expand_source(vector: Tensor, h: Tensor, dim: int) -> Tensor:
 
 @_example(_like_state)
 def scalar_gate(h: Tensor, read: Tensor, logit: Tensor) -> Tensor:
-    """(1 - g) h + g read, g = sigmoid(logit []). """
+    """(1 - g) h + g read, g = sigmoid(logit [])."""
     with _full_precision(h):
         return _blend(h, read, torch.sigmoid(_wide(logit)))
 
@@ -212,9 +210,7 @@ def _like_pool(streams: Sequence[Tensor], *rest: object) -> Tensor:
 
 
 @_example(_like_pool)
-def pool(
-    streams: Sequence[Tensor], w_alpha: Tensor, eps: float, dim: int, dtype: torch.dtype | None = None
-) -> Tensor:
+def pool(streams: Sequence[Tensor], w_alpha: Tensor, eps: float, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """sum_i p_i s_i, p = softmax_i(w_alpha . rms(s_i) / sqrt(D)), in `dtype`, else in that of the first stream."""
     with _full_precision(streams[0]):
         weights = pool_weights(streams, w_alpha, eps, dim)
@@ -267,17 +263,13 @@ def competitive_mix(
         return _mixed(streams, u, gates, dtype or streams[0].dtype)
 
 
-def independent_gates(
-    streams: Sequence[Tensor], w_beta: Tensor, b_beta: Tensor, eps: float, dim: int
-) -> list[Tensor]:
+def independent_gates(streams: Sequence[Tensor], w_beta: Tensor, b_beta: Tensor, eps: float, dim: int) -> list[Tensor]:
     """b_i = sigmoid(w_beta . rms(s_i) / sqrt(D) + b_beta_i), one per token and stream."""
     logits = _logits(streams, w_beta, eps, dim)
     return [torch.sigmoid(z + b) for z, b in zip(logits, _wide(b_beta).unbind(0), strict=True)]
 
 
-def competitive_gates(
-    streams: Sequence[Tensor], w_beta: Tensor, forget: Tensor, eps: float, dim: int
-) -> list[Tensor]:
+def competitive_gates(streams: Sequence[Tensor], w_beta: Tensor, forget: Tensor, eps: float, dim: int) -> list[Tensor]:
     """softmax([forget, w_beta . rms(s_1) / sqrt(D), ..]) without its first entry."""
     logits = _logits(streams, w_beta, eps, dim)
     first = _wide(forget).reshape([1] * logits[0].dim()).expand_as(logits[0])

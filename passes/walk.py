@@ -107,7 +107,9 @@ class Walk:
     def _mark(self, role: str, site: Site) -> Mark:
         size = None if self.stream.axis is None else value_of(self.stream.entry).shape[self.stream.axis]
         if isinstance(size, torch.SymInt):
-            size = size.node.maybe_as_int()  # a plain number, so that the mark survives saving; None where the size is open
+            size = (
+                size.node.maybe_as_int()
+            )  # a plain number, so that the mark survives saving; None where the size is open
         return {"role": role, "stream": self.stream.index, "site": site.index, "size": size}
 
     # Events.

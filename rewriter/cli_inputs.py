@@ -49,9 +49,10 @@ def complete_inputs(model: nn.Module, known: tuple[Args, Kwargs] | None, specs: 
     values = {**_named(model, signature, known), **given}
     missing = [name for name in _required(signature) if name not in values]
     if missing:
-        shown = " ".join(f"--input {name}=float32[2,...]" for name in missing)
+        shown = " ".join(f"--input {name}=float32[2,16]" for name in missing)
         raise UsageError(
-            f"{type(model).__name__}.forward needs {', '.join(missing)}, and nothing says what to pass.\nTry: {shown}"
+            f"{type(model).__name__}.forward needs {', '.join(missing)}, and nothing says what to pass.\n"
+            f"Try: {shown} with the shape that fits; token ids are int64[2,16]:VOCABULARY"
         )
     if known is not None and not given:
         return known

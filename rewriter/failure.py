@@ -31,9 +31,7 @@ _DATA_DEPENDENT = (
 
 def is_data_dependent(error: BaseException) -> bool:
     """Did the capture stop at Python control flow on tensor values?"""
-    return any(
-        any(word in f"{type(link).__name__}: {link}" for word in _DATA_DEPENDENT) for link in _chain(error)
-    )
+    return any(any(word in f"{type(link).__name__}: {link}" for word in _DATA_DEPENDENT) for link in _chain(error))
 
 
 def is_unknown_output(error: BaseException) -> bool:
@@ -115,4 +113,4 @@ def _remedy(error: BaseException, route: str) -> str:
     if isinstance(error, TypeError) and "argument" in str(error):
         return "Check args and kwargs: they must be what the model's forward takes."
     other = "fx" if route != "fx" else "export"
-    return f"Check that the model runs on these inputs; else try frontend='{other}'."
+    return f"Check that the model runs on these inputs; if it does, try the frontend {other!r}."
