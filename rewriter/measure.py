@@ -48,7 +48,9 @@ def measure(
             value = _loss_of(output, loss)
             gradients = {} if value is None else _gradients(recorder, value)
     if not recorder.rows:
-        raise MeasureError(f"{type(model).__name__} did not call its rewritten part: nothing was measured; call it with other arguments")
+        raise MeasureError(
+            f"{type(model).__name__} did not call its rewritten part: nothing was measured; call it with other arguments"
+        )
     return _report(root, recorder, gradients, value)
 
 
@@ -88,7 +90,9 @@ def _loss_of(output: Any, loss: Loss | None) -> Tensor | None:
         what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise MeasureError(f"loss= must give a tensor with one element, not {what}; reduce it, as with .mean()")
     if not value.requires_grad:
-        raise MeasureError("loss= gave a value that does not depend on the model's updates; compute it from the output without detaching")
+        raise MeasureError(
+            "loss= gave a value that does not depend on the model's updates; compute it from the output without detaching"
+        )
     return value
 
 
@@ -110,7 +114,9 @@ def _report(root: Rewritten, recorder: Recorder, gradients: dict[Key, float], lo
     unmeasured = {s.index: known.refused.get(s.index) or s.refused or "it is not rewritten" for s in known.streams}
     unmeasured = {index: reason for index, reason in unmeasured.items() if index not in known.forms}
     ordered = sorted(readings, key=lambda reading: reading.stream)  # stable: the order of execution stays
-    return Report(tuple(ordered), dict(sorted(known.forms.items())), unmeasured, None if loss is None else float(loss.detach()))
+    return Report(
+        tuple(ordered), dict(sorted(known.forms.items())), unmeasured, None if loss is None else float(loss.detach())
+    )
 
 
 def _complete(rows: Mapping[Key, Row]) -> dict[Key, Row]:

@@ -122,7 +122,9 @@ def _table(stream: int, form: str, readings: Sequence[SiteReading]) -> Table:
     table = Table(title=f"stream {stream}: {form}", title_justify="left")
     table.add_column("site")
     table.add_column("module", overflow="fold")
-    shown = {name: heading for name, heading in QUANTITIES.items() if any(v is not None for v in _values(readings, name))}
+    shown = {
+        name: heading for name, heading in QUANTITIES.items() if any(v is not None for v in _values(readings, name))
+    }
     for heading in shown.values():
         table.add_column(heading, justify="right")
     for reading in readings:

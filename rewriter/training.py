@@ -52,7 +52,12 @@ def parameter_groups(
     if freeze_base:
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.requires_grad and id(parameter) in residual)
-    tables = {id(p) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for p in m.parameters(recurse=False)}
+    tables = {
+        id(p)
+        for m in model.modules()
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+        for p in m.parameters(recurse=False)
+    }
     factors = _factors(model)
     groups: dict[str, dict[str, Any]] = {}
     for parameter in model.parameters():

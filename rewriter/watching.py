@@ -62,7 +62,10 @@ class Recorder:
     def _see_part(self, row: Row, mark: Mark, value: Any) -> Any:
         if mark["role"] == "update" and isinstance(value, Tensor):
             value = _traced(row, mark, value)
-        row.parts[mark["term"], mark.get("operand", -1)] = (value.detach() if isinstance(value, Tensor) else value, mark)
+        row.parts[mark["term"], mark.get("operand", -1)] = (
+            value.detach() if isinstance(value, Tensor) else value,
+            mark,
+        )
         if len(row.parts) == mark["terms"]:
             self._see_update(row, mark)
         return value

@@ -148,7 +148,15 @@ def _site(
     params = frozenset(_params(graph_module, term, spine))
     terms = (Term("value", (term,), scale),)
     return Site(
-        node, result, node.args[0], terms, (term,), params, index=index, region=region, path=f"sub.{index}",
+        node,
+        result,
+        node.args[0],
+        terms,
+        (term,),
+        params,
+        index=index,
+        region=region,
+        path=f"sub.{index}",
         kind="slice" if region else "plain",
     )
 

@@ -100,5 +100,3 @@ def test_cast_events_keep_the_state_wide() -> None:
             assert torch.equal(y, model(x))
         elif form.at_init != "identical":
             assert not torch.allclose(y, model(x))
-
-

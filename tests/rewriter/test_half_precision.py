@@ -112,7 +112,9 @@ def deviation(value: Tensor, exact: Tensor) -> float:
 def cases() -> list[Any]:
     """Every form under every cast; in the default run float16 for one form in three."""
     return [
-        pytest.param(form, cast, id=f"{form.to_spec()}-{cast}", marks=[pytest.mark.slow] if cast == "float16" and i % 3 else [])
+        pytest.param(
+            form, cast, id=f"{form.to_spec()}-{cast}", marks=[pytest.mark.slow] if cast == "float16" and i % 3 else []
+        )
         for i, form in enumerate(FORMS)
         for cast in CASTS
     ]

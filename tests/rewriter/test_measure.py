@@ -66,7 +66,9 @@ def test_plain_model(net: Net, x: Tensor) -> None:
     report = resfx.measure(net, (x,), loss=loss_of)
     assert [reading.site for reading in report.sites] == list(range(SITES))
     for name, expected in by_hand(net, x).items():
-        assert [getattr(r, name) for r in report.sites] == [e if e is None else pytest.approx(e, rel=1e-9) for e in expected]
+        assert [getattr(r, name) for r in report.sites] == [
+            e if e is None else pytest.approx(e, rel=1e-9) for e in expected
+        ]
     assert report.loss == pytest.approx(loss_of(net(x)).item(), rel=1e-12)
     assert report.forms == {0: "standard"}
     assert all(r.weight_max is None and r.gate_mean is None for r in report.sites)
@@ -81,7 +83,9 @@ def test_every_form(net: Net, x: Tensor, form: resfx.Form) -> None:
     report = resfx.measure(model, (x,), loss=lambda y: (seen.append(y), loss_of(y))[1])
     assert torch.equal(seen[0], model(x))
     sites = [r for r in report.sites if isinstance(r.site, int)]
-    assert [r.site for r in sites] == list(range(SITES)) * (2 if form.to_spec().startswith("scaled_loop(loops=2") else 1)
+    assert [r.site for r in sites] == list(range(SITES)) * (
+        2 if form.to_spec().startswith("scaled_loop(loops=2") else 1
+    )
     for reading in sites:
         assert reading.stream_norm > 0  # type: ignore[operator]
         assert reading.update_norm > 0  # type: ignore[operator]
@@ -154,14 +158,16 @@ def test_attention_residual_by_hand(net: Net, x: Tensor) -> None:
         (resfx.DeltaAttention(gate="alpha"), False, [None] + [0.0] * 4),
         (resfx.DeltaAttention(), True, [None] * SITES),
         (resfx.MultiGate(streams=2), False, [None] + [1 / (math.sqrt(4 / 21) * (1 + math.e**3))] * 4),
-        (resfx.MultiGate(streams=2, gate="competitive"), False, [None] + [1 / (math.sqrt(4 / 21) * (1 + math.e**3))] * 4),
+        (
+            resfx.MultiGate(streams=2, gate="competitive"),
+            False,
+            [None] + [1 / (math.sqrt(4 / 21) * (1 + math.e**3))] * 4,
+        ),
         (resfx.ScaledLoop(), False, [None] * SITES),
     ],
     ids=lambda value: value.to_spec() if isinstance(value, resfx.Form) else str(value)[:10],
 )
-def test_gates_at_the_start(
-    net: Net, x: Tensor, form: resfx.Form, warm: bool, gates: list[float | None]
-) -> None:
+def test_gates_at_the_start(net: Net, x: Tensor, form: resfx.Form, warm: bool, gates: list[float | None]) -> None:
     """A form's gates at their initial values; the warm start's own blend is no gate of the form."""
     readings = resfx.measure(rewritten(form, warm), (x,)).sites
     assert [r.gate_mean for r in readings] == [g if g is None else pytest.approx(g, rel=1e-9) for g in gates]
@@ -188,7 +194,10 @@ class Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down, self.up = nn.ModuleList(nn.Linear(D, 6) for _ in range(2)), nn.ModuleList(nn.Linear(6, D) for _ in range(2))
+        self.down, self.up = (
+            nn.ModuleList(nn.Linear(D, 6) for _ in range(2)),
+            nn.ModuleList(nn.Linear(6, D) for _ in range(2)),
+        )
         self.inner = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
         self.outer = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
 
@@ -204,7 +213,9 @@ class Nested(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("form", [resfx.Standard(), resfx.Review(), resfx.MultiGate(streams=2)], ids=lambda f: f.to_spec())
+@pytest.mark.parametrize(
+    "form", [resfx.Standard(), resfx.Review(), resfx.MultiGate(streams=2)], ids=lambda f: f.to_spec()
+)
 def test_nested_streams(x: Tensor, form: resfx.Form) -> None:
     """An update that ends an inner stream is read as the outer stream gets it, whatever the inner one was rewritten to."""
     torch.manual_seed(0)

@@ -54,7 +54,10 @@ def test_wrappers_copies_and_plain_twins(net: Net, x: Tensor) -> None:
 class TwoStreams(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.ModuleList(nn.Linear(D, D) for _ in range(3)), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.first, self.last = (
+            nn.ModuleList(nn.Linear(D, D) for _ in range(3)),
+            nn.ModuleList(nn.Linear(6, 6) for _ in range(3)),
+        )
         self.down = nn.Linear(D, 6)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -95,7 +95,10 @@ class LoRA(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.linear = linear.requires_grad_(False)
-        self.down, self.up = nn.Parameter(torch.randn(2, linear.in_features)), nn.Parameter(torch.zeros(linear.out_features, 2))
+        self.down, self.up = (
+            nn.Parameter(torch.randn(2, linear.in_features)),
+            nn.Parameter(torch.zeros(linear.out_features, 2)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) + x @ self.down.T @ self.up.T
@@ -219,4 +222,6 @@ def test_a_plain_model_is_all_base() -> None:
     groups = {group["name"]: group for group in resfx.parameter_groups(net(), 1e-3)}
     assert set(groups) == {"base, decay", "base, no decay"}
     assert len(groups["base, decay"]["params"]) == 6
-    assert [group["weight_decay"] for group in groups.values()] == ([0.0, 0.1] if next(iter(groups)) == "base, no decay" else [0.1, 0.0])
+    assert [group["weight_decay"] for group in groups.values()] == (
+        [0.0, 0.1] if next(iter(groups)) == "base, no decay" else [0.1, 0.0]
+    )
