@@ -80,14 +80,28 @@ def _add(node: Node) -> list[Term] | None:
 def _reduced_stack(node: Node) -> list[Term] | None:
     """`stack([a, b], k).sum(k)` and `.mean(k)`; python's builtin sum arrives as adds."""
     stacked, dims = _argument(node, 0, "input"), _argument(node, 1, "dim")
-    if not isinstance(stacked, Node) or op_name(stacked) != "stack" or _argument(node, 2, "keepdim", False):
+    if not isinstance(stacked, Node) or _argument(node, 2, "keepdim", False):
         return None
     dims = [dims] if isinstance(dims, int) else list(dims or ())
-    tensors = list(_argument(stacked, 0, "tensors"))
-    if len(dims) != 1 or not _same_axis(stacked, dims[0], _argument(stacked, 1, "dim", 0)):
+    tensors = _stacked(stacked, dims[0]) if len(dims) == 1 else None
+    if tensors is None:
         return None
     scale = 1.0 if op_name(node) == "sum" else 1.0 / len(tensors)
     return [Term("value", (tensor,), scale) for tensor in tensors]
+
+
+def _stacked(node: Node, dim: int) -> list[Node] | None:
+    """The tensors that lie along axis `dim`: of a `stack`, or of a `cat` of unsqueezed ones."""
+    listed = list(_argument(node, 0, "tensors") or ()) if op_name(node) in ("stack", "cat") else []
+    if not listed or not _same_axis(node, dim, _argument(node, 1, "dim", 0)):
+        return None
+    if op_name(node) == "stack":
+        return listed
+    if not all(isinstance(p, Node) and op_name(p) == "unsqueeze" for p in listed):
+        return None
+    if not all(_same_axis(piece, dim, _argument(piece, 1, "dim")) for piece in listed):
+        return None
+    return [piece.args[0] for piece in listed]
 
 
 def _same_axis(stacked: Node, a: int, b: int) -> bool:

@@ -13,6 +13,7 @@ import resfx
 SPELLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "lerp": lambda x, f: torch.lerp(x, f, 0.3),
     "einsum": lambda x, f: torch.einsum("nbsd->bsd", torch.stack([x, f])),
+    "cat of unsqueezed": lambda x, f: torch.cat([x[None], f[None]]).sum(0),
     "stack mean": lambda x, f: torch.stack([x, f]).mean(0),
 }
 
