@@ -123,3 +123,9 @@ def test_every_form_is_registered_documented_and_tested() -> None:
         assert form.__doc__
         assert f"| `{form.__name__}(" in readme, "one row in the README's table of forms"
         assert re.search(rf"\b{form.__name__}\b", tests), "a test"
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest imports a test file by its base name: two of one name in different folders collide."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert len(names) == len(set(names))
