@@ -149,7 +149,7 @@ class Walk:
         """Tell the form's state; the value it writes, None where the state stays plain."""
         match event:
             case Scale(factor=factor, divide=divide):
-                self.state.scale(factor, divide)
+                self.state.scale(self._factor_in_entry(factor), divide)
             case Side():
                 self.state.side(self._update(event, path))
             case Write(site=site):
@@ -164,8 +164,15 @@ class Walk:
         h = self.layouts.to_entry(self.current)
         if has_plain_skip(site):
             return h
-        self.state.scale(site.skip_scale, False)
-        return self.state.scaled(h, site.skip_scale, False)
+        factor = self._factor_in_entry(site.skip_scale)
+        self.state.scale(factor, False)
+        return self.state.scaled(h, factor, False)
+
+    def _factor_in_entry(self, factor: float | Node) -> float | Node:
+        """A tensor that scales the state in its current layout, as it scales what is kept in the entry's."""
+        if not isinstance(factor, Node) or not self.layouts.steps:
+            return factor
+        return self.layouts.to_entry(self.editor.call(ops.expand_like, factor, self.current))
 
     def _update(self, event: Write | Side, path: list[Node]) -> Node:
         return self.layouts.to_entry(update_of(self.editor, event, path, self.original, self.current))
