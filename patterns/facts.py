@@ -37,8 +37,12 @@ def is_whole_slice(node: Node) -> bool:
     if op_name(node) != "slice":
         return False
     start, end, step = (list(node.args[2:]) + [None] * 3)[:3]
-    is_open = end is None or (isinstance(end, int) and end >= 2**62)
-    return bool(is_open and start in (None, 0) and step in (None, 1))
+    return bool(is_open_end(end) and start in (None, 0) and step in (None, 1))
+
+
+def is_open_end(end: object) -> bool:
+    """Does a slice with this end go on to the end? ATen writes the largest integer where Python leaves it out."""
+    return end is None or (isinstance(end, int) and end >= 2**62)
 
 
 def _of_dropout(node: Node) -> bool:

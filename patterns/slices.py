@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch.fx import Node
 
 from resfx.patterns.dialect import SLICE, SPLIT, op_name
-from resfx.patterns.facts import identity_operand
+from resfx.patterns.facts import identity_operand, is_open_end
 
 
 def slice_base(node: Node) -> Node | None:
@@ -68,8 +68,7 @@ def _where(args: tuple[object, ...]) -> tuple[object, ...]:
     """(dim, start, end, step) with the defaults filled in, or (dim, index) of a select; None is where an end is left open."""
     given = dict(enumerate(args))
     dim, start, end, step = (given.get(i, default) for i, default in enumerate((0, None, None, 1)))
-    is_open = isinstance(end, int) and end >= 2**62
-    return dim, start or 0, None if is_open else end, step
+    return dim, start or 0, None if is_open_end(end) else end, step
 
 
 def _concatenates(user: Node, part: Node, updated: Node) -> bool:
