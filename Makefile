@@ -1,7 +1,9 @@
 # Everything runs in .venv; `make setup` makes it.
 PYTHON := .venv/bin/python
 
-.PHONY: help setup test slow lint format types ci
+RESULTS := build/coverage-$(shell git rev-parse --short HEAD)
+
+.PHONY: help setup test slow zoo coverage lint format types ci
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -15,6 +17,15 @@ test: ## the default tests
 
 slow: ## the full matrix of models x forms
 	$(PYTHON) -m pytest -m slow
+
+zoo: ## find, warm start and a sample of ONNX on hundreds of architectures; ZOO_SHARD=K/N for a part
+	$(PYTHON) -m pytest -m zoo
+
+coverage: ## the zoo through every step, written to docs/coverage.md; goes on where it stopped
+	mkdir -p build
+	$(PYTHON) tests/zoo/zoo_sweep.py $(RESULTS)-0.jsonl --shard 0/2 & \
+	$(PYTHON) tests/zoo/zoo_sweep.py $(RESULTS)-1.jsonl --shard 1/2; wait
+	$(PYTHON) tests/zoo/zoo_report.py docs/coverage.md $(RESULTS)-0.jsonl $(RESULTS)-1.jsonl
 
 lint: ## what ruff says
 	.venv/bin/ruff check .

@@ -1,0 +1,43 @@
+"""The zoo: find and a warm start in two forms on every model, ONNX on a fixed sample. `pytest -m zoo`.
+
+`ZOO_SHARD=K/N` takes the K-th (from 0) of N parts. Each model runs in a process of its own, as in the sweep of `make coverage`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from zoo_builders import ZOO
+from zoo_known import KNOWN
+from zoo_sweep import shard, take_through
+
+# One of each kind: a decoder, a mixture of experts, an encoder, two sequences, a pyramid, plain convolutions, windows.
+ONNX_SAMPLE = ("qwen2", "olmo2", "enc/albert_group2", "s2s/mt5", "vis/pvt_v2", "tv/resnet34", "timm/davit_tiny")
+SECONDS = 300.0
+
+
+def models() -> Iterator[Any]:
+    part, parts = map(int, os.environ.get("ZOO_SHARD", "0/1").split("/"))
+    yield from (name for name in ZOO if shard(name, part, parts))
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", list(models()))
+def test_zoo(name: str) -> None:
+    groups = ["find", "delta", "multigate", *(["onnx"] if name in ONNX_SAMPLE else [])]
+    found = take_through(name, groups, SECONDS * len(groups))
+    assert list(found) == groups or KNOWN.get(name)
+    results = {step: result for group in found.values() for step, result in group["steps"].items()}
+    wrong = {step: result["reason"] for step, result in results.items() if result["status"] in ("fail", "refuse")}
+    known = KNOWN.get(name, {})
+    assert wrong.keys() == known.keys(), wrong
+    assert all(text in wrong[step] for step, text in known.items()), wrong
+
+
+@pytest.mark.zoo
+def test_the_table_of_what_is_known_names_models_of_the_zoo() -> None:
+    assert set(KNOWN) <= set(ZOO)
+    assert set(ONNX_SAMPLE) <= set(ZOO)
