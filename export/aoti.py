@@ -16,6 +16,8 @@ from resfx.export.blame import blame, first_line
 from resfx.export.call import Call, make_call
 from resfx.export.capture import capture
 from resfx.export.compare import Difference, compare, tolerance_for
+from resfx.export.entry import Entry, entry_of
+from resfx.export.entry_check import EntryCheck
 from resfx.export.errors import AotiError, OutputPathError
 from resfx.export.feeds import Feed, feeds_for
 from resfx.export.outputs import flatten_outputs
@@ -23,6 +25,8 @@ from resfx.export.paths import checked_path, staged
 from resfx.export.run import check_module, evaluating, run_example
 
 SUFFIX = ".pt2"
+METADATA = "aot_inductor.metadata"  # Inductor's option for text that the runtime gets back
+ENTRY = "resfx.entry"
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,8 @@ def to_aoti(
 ) -> AotiReport:
     """Compile `model`, called as `model(*args, **kwargs)` in eval mode, into the package `path` (ends in .pt2).
 
-    The loaded package is called like the model and returns what the model returns, numbers as 0-d tensors,
-    on the device it was compiled for.
+    The loaded package is called like the model in the example, checks its arguments, and returns what the model returns,
+    numbers as 0-d tensors, on the device it was compiled for.
     `check`: load it, run it on the example and on another batch size where the batch is open, and compare. Sizes,
     tolerance and safety of the output file as in `to_onnx`.
 
@@ -76,7 +80,7 @@ def to_aoti(
     with evaluating(model), staged(target) as file:
         want = run_example(model, call)
         found = capture(model, call, dynamic_shapes, flat=False)
-        _compile(model, found.program, file, inductor_configs)
+        _compile(model, found.program, file, _with_entry(call, found.program, inductor_configs))
         feeds, notes = feeds_for(model, call, found.sizes, want.tensors) if check else ({}, ())
         allowed = tolerance_for([*want.tensors, *model.parameters()], tolerance)
         differences = _check(call, file, want.names, feeds, allowed)
@@ -85,17 +89,39 @@ def to_aoti(
 
 
 def load_aoti(path: str | os.PathLike[str]) -> Callable[..., Any]:
-    """The model in a package that `to_aoti` wrote: a function with the model's arguments and return value."""
+    """The model in a package that `to_aoti` wrote: a function with the model's arguments and return value.
+
+    A call raises InputError for an argument of another structure, dtype, device, rank, size, range or memory layout than the
+    package was compiled for, and for another value of a constant: the compiled code would crash on it, or misread it.
+    """
     if not Path(path).is_file():
         raise OutputPathError(f"there is no file {path}: write it with to_aoti first")
     try:
-        loaded: Callable[..., Any] = torch._inductor.aoti_load_package(str(path))
+        loaded: Any = torch._inductor.aoti_load_package(str(path))
+        entry = loaded.get_metadata().get(ENTRY)
     except Exception as error:  # the loader raises plain RuntimeErrors and errors of the zip format
         raise AotiError(f"{path} is no AOTInductor package for this machine: {first_line(error)}") from error
-    return loaded
+    if entry is None:
+        raise AotiError(
+            f"{path} does not say what it takes: it was not written by to_aoti; torch's own loader takes it"
+        )
+    fitting = EntryCheck(Entry.from_text(entry))
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = fitting(args, kwargs)
+        return loaded(*args, **kwargs)
+
+    return checked
 
 
-def _compile(model: nn.Module, program: ExportedProgram, file: Path, configs: dict[str, Any] | None) -> None:
+def _with_entry(call: Call, program: ExportedProgram, configs: dict[str, Any] | None) -> dict[str, Any]:
+    """The user's options, and what the package takes as part of its metadata."""
+    configs = dict(configs or {})
+    metadata = {**configs.get(METADATA, {}), ENTRY: entry_of(call, program).to_text()}
+    return {**configs, METADATA: metadata}
+
+
+def _compile(model: nn.Module, program: ExportedProgram, file: Path, configs: dict[str, Any]) -> None:
     try:
         torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=configs)
     except Exception as error:  # code generation, the C++ compiler and the packager fail in their own ways

@@ -33,6 +33,7 @@ class Call:
     paths: tuple[Path, ...]
     tensors: tuple[Tensor, ...]
     leaves: tuple[object, ...]
+    labels: tuple[str, ...]  # a name for each of `leaves`, constants included
     spec: pytree.TreeSpec
     bound: dict[str, Any]  # forward's argument name -> example value, as torch.export binds them
 
@@ -78,6 +79,7 @@ def make_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] |
         paths=tuple(path for path, _ in kept),
         tensors=tuple(leaf for _, leaf in kept),
         leaves=leaves,
+        labels=tuple(map(identifier, paths)),
         spec=spec,
         bound=bound,
     )

@@ -14,7 +14,7 @@ class NotAModuleError(ExportError, TypeError):
 
 
 class InputError(ExportError, TypeError):
-    """The example arguments do not fit the model's forward, or hold a value that no exporter can take."""
+    """Arguments do not fit the model's forward or its package, or hold a value that no exporter can take."""
 
 
 class OutputError(ExportError, TypeError):

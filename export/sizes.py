@@ -46,11 +46,16 @@ class Sizes:
         )
 
 
-def sizes_of(program: ExportedProgram) -> Sizes:
-    """The sizes of the program's tensor inputs, in order."""
+def input_values(program: ExportedProgram) -> list[Tensor]:
+    """The (fake) values of the program's tensor inputs, in order."""
     names = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-    tensors = [values[name] for name in names if isinstance(values.get(name), Tensor)]
+    return [value for value in (values.get(name) for name in names) if isinstance(value, Tensor)]
+
+
+def sizes_of(program: ExportedProgram) -> Sizes:
+    """The sizes of the program's tensor inputs, in order."""
+    tensors = input_values(program)
     ranges = {str(symbol): (_bound(r.lower), _bound(r.upper)) for symbol, r in program.range_constraints.items()}
     return Sizes(tuple(tuple(str(size) for size in tensor.shape) for tensor in tensors), ranges)
 

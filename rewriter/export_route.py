@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from resfx.capture_errors import CaptureError
+from resfx.export.symbolic import assumptions
 from resfx.functionalize import Functional, functionalize, written_arguments
 from resfx.grad_mode import cut_gradients
 from resfx.guards import Guards, build_guards
@@ -196,18 +197,4 @@ def has_effect(node: fx.Node) -> bool:
 def input_guards(inputs: list[fx.Node], labels: list[str], program: torch.export.ExportedProgram) -> Guards:
     """What the export assumed about its inputs."""
     values = [node.meta["val"] for node in inputs]
-    return build_guards(labels, values, dict(program.range_constraints), _assumptions(values))
-
-
-def _assumptions(values: list[Any]) -> list[Any]:
-    """The boolean expressions the shape environment relied on, in terms of the symbols that are left.
-
-    `ShapeEnv.guards` and `.replacements` are the one place where torch keeps them; there is no public reader.
-    """
-    for value in values:
-        environment = getattr(getattr(value, "fake_mode", None), "shape_env", None)
-        if environment is None:
-            continue
-        replacements = dict(environment.replacements)
-        return [guard.expr.xreplace(replacements) for guard in environment.guards]
-    return []
+    return build_guards(labels, values, dict(program.range_constraints), assumptions(values))

@@ -6,7 +6,6 @@ becomes a plain Python test on shapes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,31 +14,7 @@ import torch
 from torch import nn
 
 from resfx.capture_errors import GuardError
-
-# What sympy prints for the expressions of torch's shape environment, as plain integer functions.
-_FUNCTIONS: dict[str, Any] = {
-    "FloorDiv": lambda a, b: a // b,
-    "CleanDiv": lambda a, b: a // b,
-    "CeilDiv": lambda a, b: -(-a // b),
-    "Mod": lambda a, b: a % b,
-    "PythonMod": lambda a, b: a % b,
-    "ModularIndexing": lambda a, b, c: (a // b) % c,
-    "Max": lambda *values: max(values),
-    "Min": lambda *values: min(values),
-    "Eq": lambda a, b: a == b,
-    "Ne": lambda a, b: a != b,
-    "Abs": lambda a: abs(a),
-    "IntTrueDiv": lambda a, b: a / b,
-    "FloatTrueDiv": lambda a, b: a / b,
-    "TruncToInt": lambda a: int(a),
-    "FloorToInt": lambda a: int(a // 1),
-    "CeilToInt": lambda a: int(-(-a // 1)),
-    "ToFloat": lambda a: float(a),
-    "Identity": lambda a: a,
-    "PowByNatural": lambda a, b: a**b,
-    "True": True,
-    "False": False,
-}
+from resfx.export.symbolic import readable, size_function
 
 
 @dataclass(frozen=True)
@@ -142,19 +117,6 @@ def _fail(label: str, axis: int, text: str) -> None:
     raise GuardError(f"argument `{label}`, axis {axis}: size {text}. Capture again with this size as the example.")
 
 
-def _function(expression: str, symbols: Sequence[str]) -> Callable[..., Any] | None:
-    """`expression` as a Python function of the symbols, None where it uses a function we don't know."""
-    names = set(re.findall(r"[A-Za-z_]\w*", expression))
-    if not names <= {*symbols, *_FUNCTIONS}:
-        return None
-    function: Callable[..., Any] = eval(f"lambda {', '.join(symbols)}: {expression}", dict(_FUNCTIONS))
-    return function
-
-
-def _readable(expression: str, where: dict[str, str]) -> str:
-    return re.sub(r"[A-Za-z_]\w*", lambda match: where.get(match.group(), match.group()), expression)
-
-
 def _bounds(symbol: Any, ranges: dict[Any, Any]) -> tuple[int, int | None] | None:
     """(least, most) that go beyond torch's own assumption of at least 2, which holds for 0 and 1 as well."""
     found = ranges.get(symbol)
@@ -207,14 +169,14 @@ def build_guards(
     arguments = list(names.values())
     rules = []
     for index, axis, expression in pending:
-        function = _function(str(expression), arguments)
+        function = size_function(str(expression), arguments)
         if function is not None:
-            rules.append(DimRule(index, axis, function, _readable(str(expression), where)))
+            rules.append(DimRule(index, axis, function, readable(str(expression), where)))
     conditions = []
     for expression in assumed:
         if not expression.free_symbols or not expression.free_symbols <= set(names):
             continue
-        function = _function(str(expression), arguments)
+        function = size_function(str(expression), arguments)
         if function is not None:
-            conditions.append(Condition(function, _readable(str(expression), where)))
+            conditions.append(Condition(function, readable(str(expression), where)))
     return Guards(tuple(tensors), tuple(symbols), tuple(rules), tuple(conditions))

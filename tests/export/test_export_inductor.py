@@ -10,7 +10,16 @@ from export_models import Block, BranchOnData, Result, Structured
 from torch import Tensor, nn
 
 import resfx.export
-from resfx.export import AotiError, CompileError, OutputMismatchError, OutputPathError, TraceError, load_aoti, to_aoti
+from resfx.export import (
+    AotiError,
+    CompileError,
+    InputError,
+    OutputMismatchError,
+    OutputPathError,
+    TraceError,
+    load_aoti,
+    to_aoti,
+)
 from resfx.export import aoti as aoti_module
 
 
@@ -73,7 +82,12 @@ def test_aoti_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert model.training
     assert [file.name for file in tmp_path.iterdir()] == ["m.pt2"]
     more = torch.randn(5, 8)
-    torch.testing.assert_close(load_aoti(report.path)(more), model.eval()(more))
+    loaded = load_aoti(report.path)
+    torch.testing.assert_close(loaded(more), model.eval()(more))
+    with pytest.raises(InputError, match=r"`x`, axis 1: size 7"):
+        loaded(torch.randn(5, 7))
+    with pytest.raises(InputError, match=r"`x` has the strides"):
+        loaded(torch.randn(8, 5).t())
 
     other = Block()
     package = report.path.read_bytes()
@@ -108,3 +122,12 @@ def test_aoti_keeps_signature_and_output_type(tmp_path: Path) -> None:
     assert isinstance(result, Result)
     assert int(result.steps) == 2
     torch.testing.assert_close(result.states, model.linear(x) * 2 + 1)
+
+
+@pytest.mark.slow
+def test_a_package_that_does_not_say_what_it_takes(tmp_path: Path) -> None:
+    """torch's own packager writes none of it."""
+    program = torch.export.export(nn.Linear(2, 2), (torch.randn(3, 2),))
+    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "m.pt2"))
+    with pytest.raises(AotiError, match="not written by to_aoti"):
+        load_aoti(tmp_path / "m.pt2")
