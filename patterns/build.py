@@ -190,13 +190,35 @@ def refresh(streams: list[Stream], moved: Mapping[Node, Node], graph: Graph) -> 
 def _refreshed(stream: Stream, moved: Mapping[Node, Node], order: Mapping[Node, int]) -> Stream:
     if stream.entry not in order and moved.get(stream.entry) is None:
         return stream  # inside torch.cond: it is never rewritten
-    events = tuple(e for old in stream.events if (e := _moved(old, moved, order)) is not None)
+    events = tuple(e for old in _whole(stream.events, moved, order) if (e := _moved(old, moved, order)) is not None)
     entry = moved.get(stream.entry, stream.entry)
     fresh = Stream(stream.index, entry, events, (), stream.axis, stream.shape, stream.refused, stream.notes)
     fresh.readers = tuple(_readers(fresh, order))
     if fresh.axis is None:
         fresh.axis = feature_axis(fresh)
     return fresh
+
+
+def _whole(events: Iterable[Event], moved: Mapping[Node, Node], order: Mapping[Node, int]) -> Iterable[Event]:
+    """Events whose state in the middle is gone, as one: steps that differ between train and eval became one node."""
+    whole: list[Event] = []
+    for event in events:
+        if whole and event.before not in moved and event.before not in order:
+            event = _one_step(whole.pop(), event)
+        whole.append(event)
+    return whole
+
+
+def _one_step(first: Event, second: Event) -> Event:
+    match first, second:
+        case Cast(), Cast():
+            return Cast(first.before, second.after)
+        case ((Cast() | Transition(sites=())), (Cast() | Transition(sites=()))):
+            return Transition(first.before, second.after, ())
+    raise SumDiffers(
+        f"several steps on the state at `{dialect.module_path(second.after) or 'root'}`, {dialect.source_of(second.after)}, differ"
+        " between train and eval mode and became one. Put one of them into a submodule."
+    )
 
 
 def _moved(event: Event, moved: Mapping[Node, Node], order: Mapping[Node, int]) -> Event | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from resfx.captured import ModuleCall
 from resfx.export_route import has_effect, remove_dead
+from resfx.inert import is_same
 from resfx.leaves import call_entries
 from resfx.root import add_constant, free_name
 
@@ -120,11 +121,13 @@ def compare(
     train: fx.Graph,
     evaluation: fx.Graph,
     in_leaf: Callable[[fx.Node], bool],
-    equal: Collection[Pair] = (),
+    equal: Collection[Pair],
+    back: Mapping[fx.Node, fx.Node],
 ) -> Difference:
     """Align two graphs of one model.
 
-    Nodes for which `in_leaf` holds live in a leaf, which follows its own flag; `equal` are pairs of leaf outputs.
+    Nodes for which `in_leaf` holds live in a leaf, which follows its own flag; `equal` are pairs of leaf outputs, `back`
+    leads from dropouts that are off in eval mode to their inputs.
     Raises ModesDiffer where the outputs have another structure.
     """
     pairs = _aligned(train, evaluation)
@@ -138,12 +141,12 @@ def compare(
                 raise ModesDiffer(f"`{node.target}` gets other arguments in train mode than in eval mode")
             del pairs[node]
     difference = Difference(pairs)
-    seen: set[Pair] = set()
+    seen: set[Pair] = set(equal)
     for node, twin in pairs.items():
         if node.op in ("placeholder", "get_attr") or in_leaf(node):
             continue
         for a, b in zip(_arguments(node)[0], _arguments(twin)[0], strict=True):
-            if isinstance(a, fx.Node) and pairs.get(a) is not b and (a, b) not in seen and (a, b) not in equal:
+            if isinstance(a, fx.Node) and (a, b) not in seen and not is_same(b, pairs.get(a), back):
                 seen.add((a, b))
                 difference.selections.append((a, b))
     return difference

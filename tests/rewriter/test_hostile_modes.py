@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import resfx
@@ -35,3 +36,67 @@ def test_train_only_operations_on_the_branch(kind: str) -> None:
         torch.manual_seed(0)
         assert torch.equal(rewritten.train(mode)(x), expected)
     assert len(rewritten.residual_map.sites) == 1
+
+
+class SkipDropout(nn.Module):
+    """Dropout on the state, which the branch reads before it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.norm, self.f, self.g, self.kind = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8), kind
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.drop = nn.Sequential(nn.Dropout(0.2), nn.Dropout(0.1))
+
+    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "module":
+            return self.drop(x)
+        if self.kind == "twice":
+            return F.dropout(F.dropout(x, 0.2, self.training), 0.1, self.training)
+        if self.kind == "alpha":
+            return F.alpha_dropout(x, 0.2, self.training)
+        return F.dropout(x, 0.2, self.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "glue":
+            return F.dropout(x, 0.2, self.training) + x @ self.weight
+        x = self.norm(x)
+        x = self.dropped(x) + self.f(x)
+        return self.dropped(x) + self.g(x)
+
+
+@pytest.mark.parametrize("frontend", ["export", "fx"])
+@pytest.mark.parametrize("kind", ["function", "twice", "module", "alpha", "glue"])
+def test_dropout_on_the_skip(kind: str, frontend: str) -> None:
+    model, x = SkipDropout(kind), torch.randn(2, 5, 8)
+    for form in (resfx.Standard(), resfx.DeltaAttention()):
+        rewritten = resfx.rewrite(model, form, (x,), warm_start=form != resfx.Standard(), frontend=frontend)
+        for mode in (True, False):
+            grads = []
+            for module in (model.train(mode), rewritten.train(mode)):
+                module.zero_grad()
+                torch.manual_seed(0)
+                output = module(x)
+                output.square().sum().backward()
+                grads.append((output.detach(), *(module.get_parameter(n).grad for n, _ in model.named_parameters())))
+            torch.testing.assert_close(grads[1], grads[0])
+        assert len(rewritten.residual_map.sites) == (1 if kind == "glue" else 2)
+
+
+class SeveralSteps(nn.Module):
+    """In train mode the state is scaled at random, then dropped out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.f(x)
+        if self.training:
+            x = x * torch.rand(())
+        x = F.dropout(x, 0.2, self.training)
+        return x + self.g(x)
+
+
+def test_several_steps_that_follow_the_mode_are_refused() -> None:
+    with pytest.raises(resfx.ResfxError, match=r"several steps on the state at `root`, .*test_hostile_modes.py:96"):
+        resfx.rewrite(SeveralSteps(), resfx.Standard(), (torch.randn(2, 5, 8),))
