@@ -296,11 +296,17 @@ def pick(values: Sequence[Tensor], index: int) -> Tensor:
     return values[index]
 
 
+_PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mul": torch.mul,
+    "div": torch.div,
+    "mm": torch.mm,
+    "bmm": torch.bmm,
+}
+
+
 def product(op: str, a: Tensor, b: Tensor) -> Tensor:
-    """The product inside a fused multiply-add: "mul" elementwise, "mm" or "bmm" as matrices."""
-    if op == "mul":
-        return a * b
-    return torch.mm(a, b) if op == "mm" else torch.bmm(a, b)
+    """The product inside a fused multiply-add: "mul" or "div" elementwise, "mm" or "bmm" as matrices."""
+    return _PRODUCTS[op](a, b)
 
 
 def add(values: Sequence[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -74,9 +74,6 @@ _NORM_PARTS = frozenset(
 )
 POINTWISE = NORM | ACTIVATION | _NORM_PARTS | CAST | EXPAND | LAYOUT
 
-ADD = frozenset({"add", "sub", "rsub"})
-MUL = frozenset({"mul", "div"})
-FUSED_ADD = frozenset({"addcmul", "addmm", "baddbmm"})
 
 
 @functools.cache
@@ -143,12 +140,12 @@ def is_floating(node: Node) -> bool:
 def same_shape(left: Node, right: Node) -> bool:
     """True where both example shapes are known and equal, symbol by symbol."""
     a, b = shape_of(left), shape_of(right)
-    return (
-        a is not None
-        and b is not None
-        and len(a) == len(b)
-        and all(_same_size(x, y) for x, y in zip(a, b, strict=True))
-    )
+    return a is not None and b is not None and equal_shapes(a, b)
+
+
+def equal_shapes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """True where the sizes are equal, symbol by symbol."""
+    return len(a) == len(b) and all(_same_size(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _same_size(a: Any, b: Any) -> bool:

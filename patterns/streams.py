@@ -20,10 +20,11 @@ Role: TypeAlias = Literal["branch", "tap", "shape"]
 class Term:
     """One non-skip term of a sum: `scale * op(*operands)`.
 
-    `op` is "value" (one operand), "mul" (elementwise), "mm" or "bmm" (the product inside addcmul, addmm, baddbmm).
+    `op` is "value" (one operand), "mul" or "div" (elementwise), "mm" or "bmm" (the product inside addcmul, addcdiv,
+    addmm, baddbmm).
     """
 
-    op: Literal["value", "mul", "mm", "bmm"]
+    op: Literal["value", "mul", "div", "mm", "bmm"]
     operands: tuple[Node, ...]
     scale: float | Node = 1.0
 

@@ -1,12 +1,12 @@
 """Sums as lists of terms: however an add is spelled or bracketed.
 
 `terms_of(node)` reads one operation; `Sums` flattens trees of adds whose inner results nobody else reads.
-Understood: add, sub, `alpha=`, python's `sum`, stack or cat-free stack + sum or mean, einsum with ones, addcmul, addmm, baddbmm.
+Understood: add, sub, `alpha=`, python's `sum`, stack or cat + sum or mean, einsum with ones, addcmul, addcdiv, addmm, baddbmm, lerp.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import Node
@@ -91,7 +91,9 @@ def _reduced_stack(node: Node) -> list[Term] | None:
 
 
 def _stacked(node: Node, dim: int) -> list[Node] | None:
-    """The tensors that lie along axis `dim`: of a `stack`, or of a `cat` of unsqueezed ones."""
+    """The tensors that lie along axis `dim`: of a `stack`, of a `cat` of unsqueezed ones, or of a `cat` that is split up."""
+    if op_name(node) in _RESHAPE:
+        return _split_cat(node, dim)
     listed = list(_argument(node, 0, "tensors") or ()) if op_name(node) in ("stack", "cat") else []
     if not listed or not _same_axis(node, dim, _argument(node, 1, "dim", 0)):
         return None
@@ -102,6 +104,21 @@ def _stacked(node: Node, dim: int) -> list[Node] | None:
     if not all(_same_axis(piece, dim, _argument(piece, 1, "dim")) for piece in listed):
         return None
     return [piece.args[0] for piece in listed]
+
+
+def _split_cat(node: Node, dim: int) -> list[Node] | None:
+    """The pieces of `cat([a, b], k)` where `node` views axis k as (pieces, size of one): it's `stack([a, b], k)` then."""
+    cat = node.args[0]
+    if not isinstance(cat, Node) or op_name(cat) != "cat":
+        return None
+    pieces = list(_argument(cat, 0, "tensors"))
+    shape = dialect.shape_of(node)
+    if shape is None or not all(isinstance(piece, Node) and dialect.same_shape(piece, pieces[0]) for piece in pieces):
+        return None
+    axis, one = dim % len(shape), list(dialect.shape_of(pieces[0]) or ())
+    if not _same_axis(cat, axis, _argument(cat, 1, "dim", 0)):
+        return None
+    return pieces if dialect.equal_shapes(shape, [*one[:axis], len(pieces), *one[axis:]]) else None
 
 
 def _same_axis(stacked: Node, a: int, b: int) -> bool:
@@ -155,7 +172,8 @@ def _addcmul(node: Node) -> list[Term] | None:
     scale = _argument(node, 3, "value", 1)
     if not all(isinstance(x, Node) for x in (state, a, b)):
         return None
-    return [Term("value", (state,)), Term("mul", (a, b), scale)]  # type: ignore[arg-type]
+    product: Literal["mul", "div"] = "mul" if op_name(node) == "addcmul" else "div"
+    return [Term("value", (state,)), Term(product, (a, b), scale)]  # type: ignore[arg-type]
 
 
 def _addmm(node: Node) -> list[Term] | None:
@@ -175,9 +193,10 @@ def _lerp(node: Node) -> list[Term] | None:
     return [Term("value", (start,), 1 - weight), Term("value", (end,), weight)]
 
 
+_RESHAPE = frozenset({"view", "reshape", "unflatten"})
 _READERS = {
     "add": _add, "sub": _add, "rsub": _add, "sum": _reduced_stack, "mean": _reduced_stack, "einsum": _einsum,
-    "addcmul": _addcmul, "lerp": _lerp, "addmm": _addmm, "baddbmm": _addmm,
+    "addcmul": _addcmul, "addcdiv": _addcmul, "lerp": _lerp, "addmm": _addmm, "baddbmm": _addmm,
 }  # fmt: skip
 
 

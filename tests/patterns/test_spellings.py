@@ -14,6 +14,11 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "lerp": lambda x, f: torch.lerp(x, f, 0.3),
     "einsum": lambda x, f: torch.einsum("nbsd->bsd", torch.stack([x, f])),
     "cat of unsqueezed": lambda x, f: torch.cat([x[None], f[None]]).sum(0),
+    "cat of features": lambda x, f: torch.cat([x, f], -1).view(*x.shape[:-1], 2, 8).sum(-2),
+    "cat of features, unflatten": lambda x, f: torch.cat([x, f], -1).unflatten(-1, (2, 8)).sum(2),
+    "cat of batches": lambda x, f: torch.cat([x, f]).reshape(2, *x.shape).sum(0),
+    "addcdiv": lambda x, f: torch.addcdiv(x, f, f.exp() + 1),
+    "addcdiv, value": lambda x, f: torch.addcdiv(x, f, x.exp() + 1, value=-2.0),
     "stack mean": lambda x, f: torch.stack([x, f]).mean(0),
 }
 
