@@ -75,7 +75,6 @@ _NORM_PARTS = frozenset(
 POINTWISE = NORM | ACTIVATION | _NORM_PARTS | CAST | EXPAND | LAYOUT
 
 
-
 @functools.cache
 def _function_name(target: Callable[..., Any]) -> str:
     schema = getattr(target, "_schema", None)
