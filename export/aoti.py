@@ -22,6 +22,7 @@ from resfx.export.errors import AotiError, OutputPathError
 from resfx.export.feeds import Feed, feeds_for
 from resfx.export.outputs import flatten_outputs
 from resfx.export.paths import checked_path, staged
+from resfx.export.quiet import quiet_failure
 from resfx.export.run import check_module, evaluating, run_example
 
 SUFFIX = ".pt2"
@@ -123,7 +124,8 @@ def _with_entry(call: Call, program: ExportedProgram, configs: dict[str, Any] | 
 
 def _compile(model: nn.Module, program: ExportedProgram, file: Path, configs: dict[str, Any]) -> None:
     try:
-        torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=configs)
+        with quiet_failure():
+            torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=configs)
     except Exception as error:  # code generation, the C++ compiler and the packager fail in their own ways
         raise AotiError(
             f"torch.export passed, AOTInductor stopped{blame(error, model)}: {first_line(error)}\n"

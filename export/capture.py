@@ -16,6 +16,7 @@ from resfx.export.compare import compare, tolerance_for
 from resfx.export.errors import DynamicDimError, OutputMismatchError, TraceError
 from resfx.export.fixed_sizes import fixed_sizes
 from resfx.export.outputs import flatten_outputs
+from resfx.export.quiet import quiet_failure
 from resfx.export.run import FlatModule, preserved_buffers, run_eager
 from resfx.export.sizes import Sizes, Spec, asks, flat_spec, open_all, sizes_of, widened
 
@@ -115,7 +116,7 @@ def trace(
 ) -> ExportedProgram:
     """torch.export.export with the errors of this package; `blamed` is the model that messages name paths of."""
     try:
-        with preserved_buffers(module), torch.no_grad():
+        with preserved_buffers(module), torch.no_grad(), quiet_failure():
             return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:  # torch.export lets every kind of error through, the model's own included
         if asked and "onstraints violated" in str(error):

@@ -19,6 +19,7 @@ from torch import nn
 
 from resfx.export.blame import place, where
 from resfx.export.call import Call
+from resfx.export.quiet import quiet_failure
 from resfx.export.run import FlatModule, preserved_buffers
 from resfx.export.sizes import Spec, asks, open_all
 
@@ -35,7 +36,8 @@ def fixed_sizes(model: nn.Module, call: Call, spec: Sequence[Spec]) -> list[str]
     with _listening(watch), suppress(Exception), preserved_buffers(model), torch.no_grad():
         # Only the log matters here: the export that failed has been reported already.
         shapes = {"tensors": open_all(call.tensors)}
-        torch.export.export(FlatModule(model, call), call.tensors, dynamic_shapes=shapes, strict=False)
+        with quiet_failure():
+            torch.export.export(FlatModule(model, call), call.tensors, dynamic_shapes=shapes, strict=False)
     asked = [found for found in watch.found if _asked(spec[found[0]], found[1])]
     return [f"{call.names[i]} dim {dim} is {size}{at}" for i, dim, size, at in asked]
 

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 from resfx.export.blame import chain, first_line, source_in_text
 from resfx.export.errors import OnnxExportError, OnnxRunError
+from resfx.export.quiet import quiet_failure
 from resfx.export.run import PREFIX
 
 # A protobuf file ends at 2 GiB; the graph itself and its names need room too.
@@ -36,15 +37,16 @@ def translate(
     """
     _forget_strides(program)
     try:
-        result = torch.onnx.export(
-            program,
-            input_names=list(inputs),
-            output_names=list(outputs),
-            opset_version=opset,
-            custom_translation_table=dict(functions) if functions else None,
-            dynamo=True,
-            verbose=False,
-        )
+        with quiet_failure():
+            result = torch.onnx.export(
+                program,
+                input_names=list(inputs),
+                output_names=list(outputs),
+                opset_version=opset,
+                custom_translation_table=dict(functions) if functions else None,
+                dynamo=True,
+                verbose=False,
+            )
     except Exception as error:  # the exporter wraps some errors and lets others through
         raise OnnxExportError(_explain(error, program)) from error
     assert result is not None  # None is the legacy exporter's answer

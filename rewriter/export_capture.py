@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import io
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,11 +16,14 @@ from resfx.capture_errors import CaptureError, DynamicDimSpecialized, GuardError
 from resfx.captured import Captured, Mode
 from resfx.dynamic import Attempt, asked_dims, attempts, canonical_call
 from resfx.environment import capturing
+from resfx.export.quiet import quiet_failure
 from resfx.export_route import Unlifted, input_guards, unlift
 from resfx.failure import capture_failure, is_data_dependent, is_unknown_output
 from resfx.guards import fixed_size, parameter_dtypes
 from resfx.signature import CallSignature, Constant, Items, Template, forward_signature, input_templates, slot_labels
+from resfx.verify import computes_the_same
 
+ONE_NOTE = "the model treats a size of 1 apart: it was captured at the example's own sizes"
 CHECKPOINT_NOTE = "activation checkpoints in the glue are not kept: the result does not recompute there"
 
 
@@ -91,10 +91,8 @@ def _blame_asked(
 
 
 def _export(model: nn.Module, attempt: Attempt, preserve: Sequence[str]) -> torch.export.ExportedProgram:
-    """torch.export prints the whole graph where it fails: only what the model itself prints, when it succeeds, is let through."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        program = torch.export.export(
+    with quiet_failure():
+        return torch.export.export(
             model,
             attempt.args,
             attempt.kwargs,
@@ -102,8 +100,6 @@ def _export(model: nn.Module, attempt: Attempt, preserve: Sequence[str]) -> torc
             strict=False,
             preserve_module_call_signature=tuple(preserve),
         )
-    sys.stdout.write(printed.getvalue())
-    return program
 
 
 def _first_success(
@@ -115,6 +111,7 @@ def _first_success(
     preserve: Sequence[str],
 ) -> Exported:
     first: Exception | None = None
+    one_is_apart = False
     for attempt in tries:
         try:
             program = _export(model, attempt, preserve)
@@ -124,9 +121,14 @@ def _first_success(
                 break
             continue
         exported = _assemble(program, model, attempt, parameters, mode)
-        if _accepts(exported.captured.signature, *example):
-            return exported
-        # Growing a size of 1 shut the user's own example out.
+        if not _accepts(exported.captured.signature, *example):
+            continue  # growing a size of 1 shut the user's own example out
+        if attempt.grown and len(tries) > 1 and not computes_the_same(model, exported.captured, *example):
+            one_is_apart = True
+            continue
+        if one_is_apart:
+            exported.captured.notes.append(ONE_NOTE)
+        return exported
     if first is None:
         raise CaptureError("the export route fits none of the examples to their own guards; pass larger examples")
     raise capture_failure(first, model, "export") from first

@@ -1,0 +1,73 @@
+"""A failing export prints nothing: torch logs tracebacks and graphs before it raises."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from resfx.export.quiet import quiet_failure
+
+USER = """
+import sys, torch, resfx
+from torch import nn
+
+class Wrong(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f, self.g = nn.Linear(8, 8), nn.Linear(9, 8)
+
+    def forward(self, x):
+        return x + self.g(self.f(x)) if torch.compiler.is_exporting() else x
+
+class Fork(nn.Module):
+    def forward(self, x):
+        return x + 1 if x.sum() > 0 else x
+
+for model in (Wrong(), Fork()):
+    for job in (resfx.find, lambda *a: resfx.export.to_onnx(a[0], "m.onnx", a[1]), lambda *a: resfx.export.to_aoti(a[0], "m.pt2", a[1])):
+        try:
+            job(model, (torch.randn(4, 8),))
+        except resfx.ResfxError as error:
+            assert error.__cause__ is not None
+        else:
+            raise AssertionError("no error")
+"""
+
+
+def printed(folder: Path, **environment: str) -> str:
+    (folder / "user.py").write_text(USER)
+    variables = {**os.environ, **environment}
+    result = subprocess.run([sys.executable, "user.py"], cwd=folder, env=variables, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
+
+
+def test_failing_exports_print_nothing(tmp_path: Path) -> None:
+    """In a process of its own: pytest takes over the logging of this one."""
+    assert printed(tmp_path) == ""
+
+
+@pytest.mark.slow
+def test_torch_logs_that_were_asked_for_appear(tmp_path: Path) -> None:
+    assert "failed while attempting to run meta" in printed(tmp_path, TORCH_LOGS="+dynamic")
+
+
+def test_what_a_success_prints_appears(capsys: pytest.CaptureFixture[str]) -> None:
+    with quiet_failure():
+        print("fine")
+    assert capsys.readouterr().out == "fine\n"
+
+
+def test_a_failure_is_silent_and_passes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("resfx.test_quiet")
+    with pytest.raises(KeyError), quiet_failure():
+        print("lost")
+        logger.error("lost too")
+        raise KeyError
+    captured = capsys.readouterr()
+    assert captured.out + captured.err == ""
