@@ -55,7 +55,7 @@ def apply_plans(
     kept = untouched.copied()
     fresh = [replace(plan, stream=untouched.streams[plan.stream.index]) for plan in plans]
     outcomes = apply_all(module, fresh, streams=untouched.streams)
-    report = _report(untouched, outcomes, named, module)
+    report = residual_report(untouched, outcomes, named, module)
     applied = tuple(plan for plan, outcome in zip(fresh, outcomes, strict=True) if isinstance(outcome, Applied))
     return _with_flags(Rewritten(module, Origin(plain, applied, kept), report), plain)
 
@@ -110,9 +110,10 @@ def _with_flags(result: Rewritten, plain: nn.Module) -> Rewritten:
     return result
 
 
-def _report(
+def residual_report(
     untouched: Untouched, outcomes: Sequence[Applied | Refusal], named: set[int], module: nn.Module
 ) -> ResidualMap:
+    """What the passes did to `module`. Errors: RewriteError where a stream of `named`, or every stream, was refused."""
     streams = list(untouched.streams)
     refused = {o.stream: o.reason for o in outcomes if isinstance(o, Refusal)}
     applied = [o for o in outcomes if isinstance(o, Applied)]

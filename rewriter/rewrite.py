@@ -65,14 +65,27 @@ def rewrite(
     plain = source.origin.model if isinstance(source, Rewritten) else source
 
     def plans(found: Sequence[Stream]) -> list[Plan]:
-        wanted = chosen_streams(found, streams, [plan.stream.index for plan in earlier])
-        wanted = matching(found, wanted, select, explicit=streams is not None)
-        return [*earlier, *(Plan(found[i], form, predicate(select), warm_start) for i in wanted)]
+        taken = [plan.stream.index for plan in earlier]
+        return [*earlier, *stream_plans(found, form, select, streams, warm_start, taken)]
 
     result = rewrite_by(plain, call, plans, insist=streams is not None or select is not None)
     if isinstance(source, Rewritten):
         carry_over(source, result)
     return result
+
+
+def stream_plans(
+    found: Sequence[Stream],
+    form: Form,
+    select: Select,
+    streams: Streams,
+    warm_start: bool,
+    taken: Sequence[int] = (),
+) -> list[Plan]:
+    """One plan for each stream that `select` and `streams` choose; `taken` are rewritten already. Errors: SelectionError, NoResidualFound."""
+    wanted = chosen_streams(found, streams, taken)
+    wanted = matching(found, wanted, select, explicit=streams is not None)
+    return [Plan(found[i], form, predicate(select), warm_start) for i in wanted]
 
 
 def rewrite_by(plain: nn.Module, call: Call, plans_for: PlansFor, *, insist: bool) -> Rewritten:
@@ -83,7 +96,7 @@ def rewrite_by(plain: nn.Module, call: Call, plans_for: PlansFor, *, insist: boo
     flat = capture(plain, call.args, call.kwargs, dynamic_shapes=call.dynamic_shapes, frontend=call.frontend)
     found = search(flat.graph_module)
     if not found.streams:
-        raise NoResidualFound(_nothing_found(found), found.rejected)
+        raise NoResidualFound(nothing_found(found), found.rejected)
     return _apply(plain, call, flat, found, plans_for(found.streams), insist)
 
 
@@ -155,7 +168,8 @@ def _uncopyable(model: nn.Module) -> str:
     return "the model"
 
 
-def _nothing_found(found: Searched) -> str:
+def nothing_found(found: Searched) -> str:
+    """That there is no residual connection, and which sums came near."""
     if not found.rejected:
         return "no residual connection found: the graph has no sum of two computed terms"
     nearest = found.rejected[:3]
