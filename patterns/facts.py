@@ -33,11 +33,14 @@ def identity_operand(node: Node) -> Node | None:
 
 
 def is_whole_slice(node: Node) -> bool:
-    """`x[:]` along some axis."""
+    """`x[:]` along some axis, also where the end is written out: `x[:, : x.size(1)]`."""
     if op_name(node) != "slice":
         return False
     start, end, step = (list(node.args[2:]) + [None] * 3)[:3]
-    return bool(is_open_end(end) and start in (None, 0) and step in (None, 1))
+    if step not in (None, 1):
+        return False
+    source = node.args[0]
+    return (start in (None, 0) and is_open_end(end)) or (isinstance(source, Node) and dialect.same_shape(source, node))
 
 
 def is_open_end(end: object) -> bool:
