@@ -33,6 +33,7 @@ class Attempt:
     kwargs: dict[str, Any]
     dynamic_shapes: dict[str, Any] | None
     text: str
+    grown: bool = False  # not the user's own sizes
 
 
 def canonical_call(
@@ -65,7 +66,7 @@ def _open(value: Any, axes: int | None) -> Any:
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return None
-        return {axis: Dim.AUTO for axis in range(leaf.dim()) if axes is None or axis < axes}
+        return {axis: Dim.AUTO for axis, size in enumerate(leaf.shape[:axes]) if size != 1}  # torch fixes a size of 1
 
     return pytree.tree_map(one, value)
 
@@ -125,7 +126,7 @@ def _grown_attempts(
             continue
         more_args, more_kwargs = _grow(args, axes), _grow(kwargs, axes)
         shapes = _merged(_default_shapes(parameters, more_args, more_kwargs, None), asked, parameters)
-        yield Attempt(more_args, more_kwargs, shapes, "size 1 captured at 2, every dimension open")
+        yield Attempt(more_args, more_kwargs, shapes, "size 1 captured at 2, every dimension open", grown=True)
 
 
 def asked_dims(

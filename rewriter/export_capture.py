@@ -54,7 +54,11 @@ def export_flat(
     asked = asked_dims(dynamic_shapes, parameters, args, kwargs)
     seen_checkpoints: list[str] = []
     with capturing(model, mode, seen_checkpoints), libraries.without_cache(model) as uncached:
-        tries = [only] if only is not None else list(attempts(parameters, args, kwargs, dynamic_shapes))
+        tries = (
+            [replace(only, grown=False)]
+            if only is not None
+            else list(attempts(parameters, args, kwargs, dynamic_shapes))
+        )
         try:
             exported = _first_success(model, tries, parameters, (args, kwargs), mode, preserve)
         except CaptureError as error:
@@ -123,7 +127,7 @@ def _first_success(
         exported = _assemble(program, model, attempt, parameters, mode)
         if not _accepts(exported.captured.signature, *example):
             continue  # growing a size of 1 shut the user's own example out
-        if attempt.grown and len(tries) > 1 and not computes_the_same(model, exported.captured, *example):
+        if attempt.grown and mode == "eval" and not computes_the_same(model, exported.captured, *example):
             one_is_apart = True
             continue
         if one_is_apart:

@@ -68,3 +68,32 @@ def test_train_of_the_original_is_followed() -> None:
         assert torch.equal(module(X), model.train()(X))
         module.eval()
         assert not any(child.training for child in module.modules())
+
+
+class OneApart(nn.Module):
+    """Goes another way where the batch, or the sequence, is 1."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.f, self.g, self.axis = nn.Linear(8, 8), nn.Linear(8, 8), axis
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[self.axis] == 1:
+            return x + self.g(x * 2)
+        return x + self.f(x)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_size_of_1_that_the_model_treats_apart(axis: int) -> None:
+    model, shape = OneApart(axis), [4, 4, 8]
+    shape[axis] = 1
+    x = torch.randn(shape)
+    found = resfx.find(model, (x,))
+    assert [site.source.rpartition(":")[2] for site in found.sites] == ["82"]
+    assert any("treats a size of 1 apart" in note for note in found.notes)
+    assert any(f"fixed by the model: x[{axis}]" in note for note in found.notes)
+    rewritten = resfx.rewrite(model, resfx.Standard(), (x,))
+    assert torch.equal(rewritten(x), model(x))
+    assert any("treats a size of 1 apart" in note for note in rewritten.residual_map.notes)
+    with pytest.raises(resfx.GuardError, match=f"axis {axis}"):
+        rewritten(torch.randn(4, 4, 8))
