@@ -23,5 +23,9 @@ class NoResidualFound(ResfxError):
         self.rejected = rejected
 
 
+class UnknownPlace(ResfxError):
+    """`explain` was asked about a place that is no module, source file or sum of the model."""
+
+
 class SumDiffers(ResfxError):
     """A residual sum has other terms in train mode than in eval mode, and the two can't be told apart by the update alone."""

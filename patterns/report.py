@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import io
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.table import Table
 from torch.fx import Node
 
 from resfx.patterns.dialect import module_path, source_of
+from resfx.patterns.errors import UnknownPlace
 from resfx.patterns.rejected import Rejected
 from resfx.patterns.streams import Site, Stream
 
@@ -38,6 +40,7 @@ class ResidualMap:
     forms: dict[int, str] = field(default_factory=dict)  # stream -> the form it was rewritten to
     parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)  # new parameters and their shapes
     changes: dict[str, int] = field(default_factory=dict)  # what the passes changed, counted
+    modules: tuple[str, ...] = ()  # paths of all modules of the model
 
     @property
     def sites(self) -> list[Site]:
@@ -57,12 +60,29 @@ class ResidualMap:
                 yield Loop(stream.index, count, len({s.branch_id for s in sites}), tuple(s.index for s in sites))
 
     def explain(self, path: str) -> str:
-        """Why each add of module `path` (or at `file:line`, or a node's name) is or is no site."""
+        """Why each add of module `path` (or at `file:line`, or a node's name) is or is no site.
+
+        Errors: UnknownPlace, with the nearest places, where the model has no such module or source file.
+        """
         lines = [
             self._site_line(stream, site) for stream in self.streams for site in stream.sites if _is_at(site, path)
         ]
         lines += [_rejected_line(r) for r in self.rejected if path in (r.path, r.node.name) or _ends(r.source, path)]
-        return "\n".join(lines) if lines else f"no sum of two or more computed terms at {path!r}"
+        if lines:
+            return "\n".join(lines)
+        self._check_place(path)
+        return f"no sum of two or more computed terms at {path!r}"
+
+    def _check_place(self, path: str) -> None:
+        sources = [found.source for found in (*self.sites, *self.rejected) if found.source]
+        file, _, line = path.rpartition(":")
+        if path in self.modules or (line.isdigit() and any(_names_file(source, file) for source in sources)):
+            return
+        lines = [source.rsplit("/", 1)[-1] for source in sources]
+        inside = [module for module in self.modules if module.endswith(f".{path}")]
+        near = list(dict.fromkeys([*inside, *difflib.get_close_matches(path, [*self.modules, *lines])]))[:3]
+        hint = f"Nearest: {', '.join(near)}." if near else 'print(model) shows its modules; "" is the whole model.'
+        raise UnknownPlace(f"{path!r} is no module of the model, no line of its source and no sum in its graph. {hint}")
 
     def _site_line(self, stream: Stream, site: Site) -> str:
         text = f"{site.source or site.node.name}: site {site.index} of stream {stream.index} ({site.kind}, {_branches(site)})"
@@ -114,6 +134,11 @@ def _ends(source: str, path: str) -> bool:
     return ":" in path and (source == path or source.endswith("/" + path))
 
 
+def _names_file(source: str, file: str) -> bool:
+    own = source.rpartition(":")[0]
+    return bool(file) and (own == file or own.endswith("/" + file))
+
+
 def _rejected_line(rejected: Rejected) -> str:
     where = rejected.source or rejected.node.name
     return f"{where}: no site ({rejected.stage}): {rejected.reason}"
@@ -137,7 +162,8 @@ def _stream_dict(stream: Stream) -> dict[str, Any]:
 
 def _stream_table(found: ResidualMap) -> Table:
     table = Table(
-        title=f"{_count(found.streams, 'residual stream')}, {_count(found.sites, 'site')}", title_justify="left"
+        title=f"{counted(len(found.streams), 'residual stream')}, {counted(len(found.sites), 'site')}",
+        title_justify="left",
     )
     for name in ("stream", "shape", "sites", "branches L", "feature axis", "starts at", "state"):
         table.add_column(name, overflow="fold")
@@ -156,8 +182,9 @@ def _stream_table(found: ResidualMap) -> Table:
     return table
 
 
-def _count(items: Sized, name: str) -> str:
-    return f"{len(items)} {name}" if len(items) == 1 else f"{len(items)} {name}s"
+def counted(number: int, name: str) -> str:
+    """`1 site`, `2 sites`."""
+    return f"{number:,} {name}" if number == 1 else f"{number:,} {name}s"
 
 
 def _where(node: Node) -> str:

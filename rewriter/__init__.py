@@ -20,6 +20,7 @@ from resfx.measure import MeasureError, measure
 from resfx.measure_report import Report, SiteReading
 from resfx.passes import CheckError, EditError, Form, FormError
 from resfx.patterns import NoResidualFound, ResfxError, ResidualMap, Site, Stream
+from resfx.patterns.errors import UnknownPlace
 from resfx.published import PublishedNameError, published_to_residual, residual_to_published
 from resfx.report_plot import PlotError
 from resfx.revert import NotRewritten, revert
@@ -56,6 +57,7 @@ __all__ = [
     "SiteReading",
     "Stream",
     "TrainingError",
+    "UnknownPlace",
     "export",
     "find",
     "load",

@@ -129,4 +129,7 @@ def residual_report(
             changes[kind] = changes.get(kind, 0) + count
     parameters = {name: tuple(module.get_parameter(name).shape) for o in applied for name in o.parameters}
     forms = {o.stream: o.form for o in applied}
-    return ResidualMap(streams, list(untouched.rejected), list(untouched.notes), refused, forms, parameters, changes)
+    paths = tuple(path for path, _ in module.named_modules(remove_duplicate=False))
+    return ResidualMap(
+        streams, list(untouched.rejected), list(untouched.notes), refused, forms, parameters, changes, paths
+    )

@@ -29,7 +29,8 @@ def find(
     check_module(model)
     flat = capture(model, *example_call(args, kwargs), dynamic_shapes=dynamic_shapes, frontend=frontend)
     found = search(flat.graph_module, unweighted=unweighted)
-    return ResidualMap(found.streams, found.rejected, capture_notes(flat))
+    modules = tuple(path for path, _ in model.named_modules(remove_duplicate=False))
+    return ResidualMap(found.streams, found.rejected, capture_notes(flat), modules=modules)
 
 
 def capture_notes(captured: Captured) -> list[str]:

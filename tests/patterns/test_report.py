@@ -62,7 +62,31 @@ def test_explain_a_refusal(residuals: resfx.ResidualMap) -> None:
 
 
 def test_explain_names_what_it_was_asked(residuals: resfx.ResidualMap) -> None:
-    assert residuals.explain("blocks.7") == "no sum of two or more computed terms at 'blocks.7'"
+    assert residuals.explain("blocks.1.map") == "no sum of two or more computed terms at 'blocks.1.map'"
+    assert residuals.explain("blocks").startswith("no sum")
+    assert residuals.explain("test_report.py:1").startswith("no sum")
+
+
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("blocks.7", r"Nearest: blocks.1, blocks.0"),
+        ("map", r"Nearest: blocks.0.map, blocks.1.map"),
+        ("tset_report.py:21", r"Nearest: test_report.py:\d+"),
+        ("nothing at all", r"print\(model\)"),
+    ],
+)
+def test_explain_a_place_that_is_not_there(residuals: resfx.ResidualMap, path: str, near: str) -> None:
+    with pytest.raises(resfx.UnknownPlace, match=f"{path!r} is no module of the model.*{near}"):
+        residuals.explain(path)
+
+
+def test_explain_after_a_rewrite() -> None:
+    x = torch.randn(2, 5, D)
+    residuals = resfx.rewrite(Model(), resfx.Review(), (x,)).residual_map
+    assert "site 0 of stream 0" in residuals.explain("blocks.0")
+    with pytest.raises(resfx.UnknownPlace):
+        residuals.explain("blocks.7")
 
 
 def test_a_reason_is_formatted_when_read(residuals: resfx.ResidualMap) -> None:
