@@ -7,6 +7,7 @@ stream's entry; a state emits calls of `resfx.passes.ops` through its `Stage` an
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import Field, dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
@@ -79,7 +80,7 @@ class StreamState:
 
 
 @dataclass(frozen=True)
-class Form:
+class Form(ABC):
     """Base of every form. Class attributes describe it; the dataclass fields of a subclass are its options."""
 
     name: ClassVar[str]
@@ -102,9 +103,9 @@ class Form:
                 raise FormError(f"{cls.name}: {option}={value!r} is not of type {known[option].type}")
         return super().__new__(cls)
 
+    @abstractmethod
     def begin(self, stage: Stage, h0: Node) -> StreamState:
         """The state of a stream that starts with `h0`."""
-        raise NotImplementedError
 
     def refuse(self, stream: Stream) -> str | None:
         """Why `stream` can't take this form, beyond what holds for all forms."""

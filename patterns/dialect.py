@@ -166,15 +166,25 @@ def source_of(node: Node) -> str:
     return ""
 
 
-def module_stack(node: Node) -> list[str]:
-    """Module paths from the root's child down to the innermost module that made `node` (`""`, the root, left out)."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = (str(path).split("@")[0] for path, _ in stack.values())
-    return [path for path in paths if path and not path.startswith(_NO_MODULE)]
-
-
 # torch.export's own entry on nodes that no module made.
 _NO_MODULE = "_empty_nn_module_stack"
+
+
+def call_entries(node: Node) -> list[tuple[str, int]]:
+    """(module path, number of the call) of every module call that `node` was traced in, from the root, `""`, inwards."""
+    stack = node.meta.get("nn_module_stack") or {}
+    calls = []
+    for key, (path, _) in stack.items():
+        if str(key).startswith(_NO_MODULE):
+            continue
+        number = str(key).rsplit("@", 1)[-1] if "@" in str(key) else "0"
+        calls.append((str(path).split("@")[0], int(number) if number.isdigit() else 0))
+    return calls
+
+
+def module_stack(node: Node) -> list[str]:
+    """Module paths from the root's child down to the innermost module that made `node` (`""`, the root, left out)."""
+    return [path for path, _ in call_entries(node) if path]
 
 
 def module_path(node: Node) -> str:

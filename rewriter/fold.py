@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from resfx.captured import Captured, ModuleCall
 from resfx.export_route import has_effect, remove_dead
 from resfx.functionalize import Functional, written_arguments
-from resfx.leaves import call_entries
+from resfx.patterns.dialect import call_entries
 from resfx.regions import NO_GRAD
 
 aten = torch.ops.aten

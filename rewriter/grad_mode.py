@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import fx
 
-from resfx.leaves import call_entries
+from resfx.patterns.dialect import call_entries
 from resfx.regions import NO_GRAD
 
 # Marks nodes that were traced with gradients off.

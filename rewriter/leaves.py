@@ -7,17 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import fx, nn
 
-
-def call_entries(node: fx.Node) -> list[tuple[str, int]]:
-    """(module path, call index) of every module call that `node` was traced in, outermost first."""
-    stack = node.meta.get("nn_module_stack") or {}
-    found = []
-    for key, entry in stack.items():
-        if str(key).startswith("_empty_nn_module_stack"):
-            continue  # torch.export's entry on nodes that no module made
-        number = str(key).rsplit("@", 1)[-1] if "@" in str(key) else "0"
-        found.append((entry[0], int(number) if number.isdigit() else 0))
-    return found
+from resfx.patterns.dialect import call_entries
 
 
 def called_paths(graph: fx.Graph) -> set[str]:

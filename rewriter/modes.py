@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from resfx.captured import ModuleCall
 from resfx.export_route import has_effect, remove_dead
 from resfx.inert import is_same
-from resfx.leaves import call_entries
+from resfx.patterns.dialect import call_entries
 from resfx.root import add_constant, free_name
 
 Pair = tuple[fx.Node, fx.Node]

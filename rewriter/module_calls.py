@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from resfx.captured import ModuleCall
 from resfx.export_route import Unlifted
 from resfx.functionalize import Functional
-from resfx.leaves import call_entries
+from resfx.patterns.dialect import call_entries
 from resfx.regions import REGION
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from resfx.leaves import call_entries
+from resfx.patterns.dialect import call_entries
 
 
 @dataclass(frozen=True)

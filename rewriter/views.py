@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-import sys
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
+
+from resfx.patterns.facts import is_whole_slice
 
 aten = torch.ops.aten
 
@@ -70,8 +71,7 @@ def is_whole(node: fx.Node, source: fx.Node) -> bool:
     if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
     if node.target is aten.slice.Tensor:
-        _, start, end, step = _slice_arguments(node)
-        return start in (0, None) and step == 1 and (end is None or (isinstance(end, int) and end >= sys.maxsize))
+        return is_whole_slice(node)
     if value.dtype != other.dtype or value.dim() != other.dim():
         return False
     if node.target in _SELF_INVERSE or node.target is aten.permute.default:

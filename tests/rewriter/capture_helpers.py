@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from resfx.capture import Captured, Folded, GraphedModule, capture, capture_folded
-from resfx.leaves import call_entries
+from resfx.patterns.dialect import call_entries
 
 ADDS = ("add.Tensor", "add", "iadd", "slice_scatter.default")
 

@@ -48,10 +48,19 @@ def loss_of(y: Tensor) -> Tensor:
     return (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)).sum()
 
 
+def seeded_net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def seeded_input() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(2, 4, D, dtype=torch.float64)
+
+
 @functools.cache
 def _rewritten(form: resfx.Form, warm: bool) -> resfx.Rewritten:
-    torch.manual_seed(0)
-    return resfx.rewrite(Net().double(), form, (torch.randn(2, 4, D, dtype=torch.float64),), warm_start=warm)
+    return resfx.rewrite(seeded_net(), form, (torch.randn(2, 4, D, dtype=torch.float64),), warm_start=warm)
 
 
 def rewritten(form: resfx.Form, warm: bool = False) -> resfx.Rewritten:

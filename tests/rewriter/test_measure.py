@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from measure_helpers import SITES, D, Net, loss_of, perturb, rewritten, token_norm
+from measure_helpers import SITES, D, Net, loss_of, perturb, rewritten, seeded_input, seeded_net, token_norm
 from torch import Tensor, nn
 
 import resfx
@@ -32,14 +32,12 @@ START = 1 / (1 + math.e**2)  # sigmoid(-2)
 
 @pytest.fixture
 def net() -> Net:
-    torch.manual_seed(0)
-    return Net().double()
+    return seeded_net()
 
 
 @pytest.fixture
 def x() -> Tensor:
-    torch.manual_seed(1)
-    return torch.randn(2, 4, D, dtype=torch.float64)
+    return seeded_input()
 
 
 def by_hand(net: Net, x: Tensor) -> dict[str, list[float | None]]:

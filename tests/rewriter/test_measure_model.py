@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from measure_helpers import D, Net, loss_of, rewritten
+from measure_helpers import D, Net, loss_of, rewritten, seeded_input, seeded_net
 from torch import Tensor, nn
 
 import resfx
@@ -19,14 +19,12 @@ from resfx.export.errors import OutputPathError
 
 @pytest.fixture
 def net() -> Net:
-    torch.manual_seed(0)
-    return Net().double()
+    return seeded_net()
 
 
 @pytest.fixture
 def x() -> Tensor:
-    torch.manual_seed(1)
-    return torch.randn(2, 4, D, dtype=torch.float64)
+    return seeded_input()
 
 
 def test_wrappers_copies_and_plain_twins(net: Net, x: Tensor) -> None:
