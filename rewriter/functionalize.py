@@ -8,25 +8,17 @@ buffers stay mutated in place. What has no functional counterpart stays in place
 from __future__ import annotations
 
 import copy
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from resfx.capture_errors import CaptureError
-from resfx.views import ViewKey, is_whole, put_back, same_storage, source_of, view_key
+from resfx.twins import fake_result, functional_twin, own_defaults, python_twin, written_arguments
+from resfx.views import ViewKey, is_whole, put_back, source_of, view_key
 
 aten = torch.ops.aten
-
-# In-place ops whose functional twin has another name.
-_RENAMED = {
-    "bernoulli_.float": "bernoulli.p",
-    "normal_.default": "normal_functional.default",
-}
 
 
 @dataclass
@@ -69,21 +61,6 @@ def functionalize(module: fx.GraphModule) -> Functional:
     worker = _Functionalizer(module)
     worker.run()
     return worker.result
-
-
-def written_arguments(node: fx.Node) -> list[fx.Node]:
-    """The arguments that `node` writes to, by its schema."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return [node.args[0]] if _python_twin(node) is not None and isinstance(node.args[0], fx.Node) else []
-    found = []
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        if isinstance(value, fx.Node):
-            found.append(value)
-    return found
 
 
 class _Functionalizer:
@@ -167,6 +144,9 @@ class _Functionalizer:
             return
         if view.base.op == "get_attr":
             # A parameter or buffer (a lifted constant is copied by the graph before it is written).
+            if node.target is aten.copy_.default and not node.users:
+                self._assign(node, view)
+                return
             self.views[node] = _View(view.base, view.nodes, view.keys, 0)
             return
         if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags:
@@ -198,6 +178,21 @@ class _Functionalizer:
         node.replace_all_uses_with(shown)
         self.result.replaced[node] = shown
         self.graph.erase_node(node)
+
+    def _assign(self, node: fx.Node, view: _View) -> None:
+        """`self.count = value` arrives as a copy_ at the end: who read the old tensor, the backward included, keeps it."""
+        if self._copies_itself(node, view):  # self.count += 1
+            self.graph.erase_node(node)
+            return
+        order = {other: i for i, other in enumerate(self.graph.nodes)}
+        for shown in [other for other, seen in self.views.items() if seen.base is view.base]:
+            for reader in list(shown.users):
+                if reader is node or shown in written_arguments(reader) or source_of(reader) is shown:
+                    continue
+                with self.graph.inserting_before(min(reader, node, key=order.__getitem__)):
+                    clone = self.graph.call_function(aten.clone.default, (shown,))
+                self._fill_meta(clone, reader)
+                reader.replace_input_with(shown, clone)
 
     def _copies_itself(self, node: fx.Node, view: _View) -> bool:
         """`x[:, :1] += f` ends in `x[:, :1] = <that very slice>`."""
@@ -236,7 +231,7 @@ class _Functionalizer:
         return made
 
     def _twin(self, node: fx.Node) -> fx.Node | None:
-        python = _python_twin(node)
+        python = python_twin(node)
         if python is not None:
             op, name, kwargs = python
             new = self.graph.create_node(op, name, node.args, kwargs)
@@ -245,7 +240,7 @@ class _Functionalizer:
         twin = functional_twin(node.target)
         if twin is None:
             return None
-        new = self.graph.call_function(twin, node.args, {**_own_defaults(node, twin), **node.kwargs})
+        new = self.graph.call_function(twin, node.args, {**own_defaults(node, twin), **node.kwargs})
         self._fill_meta(new, node)
         return new
 
@@ -323,73 +318,4 @@ class _Functionalizer:
             self.result.notes.append(text)
 
 
-_OPERATORS = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-}
-
-_DUNDERS = {"__iadd__": "__add__", "__isub__": "__sub__", "__imul__": "__mul__", "__itruediv__": "__truediv__"}
-
-
-def _python_twin(node: fx.Node) -> tuple[str, Any, dict[str, Any]] | None:
-    """(op, target, kwargs) of the functional spelling of `h += f`, `h.add_(f)`, `relu(h, inplace=True)`; else None."""
-    if node.op == "call_function" and node.target in _OPERATORS:
-        return "call_function", _OPERATORS[node.target], dict(node.kwargs)
-    if node.op == "call_function" and node.kwargs.get("inplace") is True:
-        return "call_function", node.target, {**node.kwargs, "inplace": False}
-    name = str(node.target)
-    if node.op == "call_method" and name in _DUNDERS:
-        return "call_method", _DUNDERS[name], dict(node.kwargs)
-    if node.op == "call_method" and name.endswith("_") and not name.endswith("__") and hasattr(torch.Tensor, name[:-1]):
-        return "call_method", name[:-1], dict(node.kwargs)
-    return None
-
-
-def functional_twin(target: Any) -> Callable[..., Any] | None:
-    """`aten.add.Tensor` for `aten.add_.Tensor`; None where no op of the same arguments exists."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    namespace, name = target._schema.name.split("::")
-    if not name.endswith("_"):
-        return None
-    wanted = _RENAMED.get(f"{name}.{target._overloadname}", f"{name[:-1]}.{target._overloadname}")
-    packet = getattr(getattr(torch.ops, namespace), wanted.split(".")[0], None)
-    twin = getattr(packet, wanted.split(".")[1], None) if packet is not None else None
-    if not isinstance(twin, torch._ops.OpOverload):
-        return None
-    ours = [str(argument.type) for argument in target._schema.arguments]
-    theirs = [str(argument.type) for argument in twin._schema.arguments]
-    return twin if ours == theirs else None
-
-
-def _own_defaults(node: fx.Node, twin: Any) -> dict[str, Any]:
-    """Arguments that `node` leaves to its default and that `twin` demands: `bernoulli_()` draws with p = 0.5."""
-    given: Any = node.target
-    pairs = list(zip(given._schema.arguments, twin._schema.arguments, strict=True))[len(node.args) :]
-    return {
-        theirs.name: ours.default_value
-        for ours, theirs in pairs
-        if not theirs.has_default_value() and ours.has_default_value()
-    }
-
-
-def fake_result(node: fx.Node) -> Any:
-    """The node's value on the fake values of its arguments; None where one has none."""
-    values = [argument.meta.get("val") for argument in node.all_input_nodes]
-    if any(value is None for value in values):
-        return None
-    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
-    args = fx.map_arg(node.args, lambda n: n.meta["val"])
-    kwargs = fx.map_arg(node.kwargs, lambda n: n.meta["val"])
-    target: Any = node.target
-    if node.op == "call_method":
-        target = getattr(torch.Tensor, str(node.target))
-    if mode is None:
-        return target(*args, **kwargs) if getattr(target, "__module__", "") in ("_operator", "builtins") else None
-    with mode, torch.enable_grad():
-        return target(*args, **kwargs)
-
-
-__all__ = ["Functional", "fake_result", "functional_twin", "functionalize", "same_storage", "written_arguments"]
+__all__ = ["Functional", "functionalize", "written_arguments"]

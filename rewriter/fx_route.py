@@ -18,11 +18,12 @@ from resfx.dynamic import Attempt, canonical_call
 from resfx.environment import capturing
 from resfx.export_route import remove_dead
 from resfx.failure import capture_failure, without_own_frames
-from resfx.functionalize import fake_result, functionalize
+from resfx.functionalize import functionalize
 from resfx.guards import Guards, TensorGuard, parameter_dtypes
 from resfx.module_calls import refreshed
 from resfx.root import add_constant, graft, graph_target
 from resfx.signature import CallSignature, forward_signature, input_templates, slot_labels
+from resfx.twins import fake_result
 
 FX_NOTE = "the fx frontend does not see no_grad and autocast regions: the result runs their operations plainly"
 _MODEL = "_model"

@@ -204,3 +204,52 @@ def test_buffers_stay_in_place() -> None:
         first, second = captured.graph_module(x), captured.graph_module(x)
     assert captured.graph_module.calls.item() == 2
     assert not torch.equal(first, second)
+
+
+class Assigns(nn.Module):
+    """Writes to a buffer that a branch is multiplied by."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.f = kind, nn.Linear(6, 6)
+        self.register_buffer("count", torch.ones(()))
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.kind == "in place":
+            self.count += 1
+            return (x + self.f(x) * self.count,)
+        if self.kind == "before":
+            self.count = self.count + 1
+            return (x + self.f(x) * self.count,)
+        if self.kind == "after":
+            y = x + self.f(x) * self.count
+            self.count = self.count + 1
+            return (y,)
+        if self.kind == "both":
+            self.count.mul_(2)
+            y = x + self.f(x) * self.count
+            self.count = self.count + 1
+            return (y,)
+        before = self.count
+        self.count = self.count + 1
+        self.last = before * 2
+        return x + self.f(x) * before, before
+
+
+@pytest.mark.parametrize("kind", ["in place", "before", "after", "both", "kept"])
+def test_a_buffer_that_is_written_and_read(kind: str) -> None:
+    model = Assigns(kind)
+    x = torch.randn(4, 6)
+    captured = capture(model, (x,))
+    wanted, got = model(x), None
+    wanted[0].sin().sum().backward()
+    expected = [model.f.weight.grad, model.count.clone(), model.last.clone()]
+    model.zero_grad()
+    graph_module = captured.graph_module
+    for name, value in (("count", torch.ones(())), ("last", torch.zeros(()))):
+        setattr(graph_module, name, value)
+    got = tensors(graph_module(x))
+    got[0].sin().sum().backward()
+    assert all(map(torch.equal, wanted, got))
+    assert all(map(torch.equal, expected, (model.f.weight.grad, graph_module.count, graph_module.last)))
