@@ -10,6 +10,7 @@ from torch import nn
 from resfx.capture import capture, check_module, example_call
 from resfx.captured import Captured
 from resfx.patterns import ResidualMap, search
+from resfx.provenance import already, forms_of, rewritten_forms
 
 
 def find(
@@ -30,7 +31,12 @@ def find(
     flat = capture(model, *example_call(args, kwargs), dynamic_shapes=dynamic_shapes, frontend=frontend)
     found = search(flat.graph_module, unweighted=unweighted)
     modules = tuple(path for path, _ in model.named_modules(remove_duplicate=False))
-    return ResidualMap(found.streams, found.rejected, capture_notes(flat), modules=modules)
+    notes = capture_notes(flat)
+    earlier = rewritten_forms(flat.graph)
+    if earlier:
+        notes.append(already(earlier))
+    forms = forms_of(found.streams, flat.graph)
+    return ResidualMap(found.streams, found.rejected, notes, forms=forms, modules=modules)
 
 
 def capture_notes(captured: Captured) -> list[str]:

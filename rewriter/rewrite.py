@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from resfx.applying import RewriteError, Untouched, apply_plans, carry_over
 from resfx.capture import capture, check_module, example_call
@@ -18,6 +18,7 @@ from resfx.folded_capture import capture_folded
 from resfx.graphed import TRAIN_REFUSAL
 from resfx.passes import Form, FormError, Plan
 from resfx.patterns import NoResidualFound, Searched, Stream, open_modules, refresh, search
+from resfx.provenance import already, rewritten_forms
 from resfx.rewritten import Rewritten, taken_names
 from resfx.selection import Select, Streams, chosen_streams, matching, predicate
 from resfx.tidy import drop_whole_slices
@@ -105,6 +106,11 @@ def _check(model: nn.Module, form: Form) -> None:
     if not isinstance(form, Form):
         hint = " (call the class: it takes its options)" if isinstance(form, type) and issubclass(form, Form) else ""
         raise FormError(f"expected a residual form such as resfx.DeltaAttention(), got {form!r}{hint}")
+    earlier = rewritten_forms(model.graph) if isinstance(model, fx.GraphModule) else {}
+    if earlier:
+        raise RewriteError(
+            f"this program was {already(earlier)}; rewrite the model it was made from, or use what resfx.save wrote of the first rewrite"
+        )
     if not isinstance(model, Rewritten) and hasattr(model, "residual"):
         raise RewriteError(
             f"{type(model).__name__} already has an attribute `residual`, where the new parameters go; rename it before the rewrite"
