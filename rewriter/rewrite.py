@@ -83,7 +83,7 @@ def stream_plans(
     warm_start: bool,
     taken: Sequence[int] = (),
 ) -> list[Plan]:
-    """One plan for each stream that `select` and `streams` choose; `taken` are rewritten already. Errors: SelectionError, NoResidualFound."""
+    """One plan for each stream that `select` and `streams` choose; `taken` are rewritten. Errors: SelectionError, NoResidualFound."""
     wanted = chosen_streams(found, streams, taken)
     wanted = matching(found, wanted, select, explicit=streams is not None)
     return [Plan(found[i], form, predicate(select), warm_start) for i in wanted]
@@ -96,6 +96,8 @@ def rewrite_by(plain: nn.Module, call: Call, plans_for: PlansFor, *, insist: boo
     """
     flat = capture(plain, call.args, call.kwargs, dynamic_shapes=call.dynamic_shapes, frontend=call.frontend)
     found = search(flat.graph_module)
+    if flat.untraced is not None and not found.streams:
+        raise flat.untraced
     if not found.streams:
         raise NoResidualFound(nothing_found(found), found.rejected)
     return _apply(plain, call, flat, found, plans_for(found.streams), insist)
