@@ -171,7 +171,7 @@ def remove_asserts(graph: fx.Graph) -> None:
     remove_dead(graph)
 
 
-_PURE_MODULES = ("_operator", "operator", "math", "builtins", "torch", "resfx.fold")
+_PURE_MODULES = ("_operator", "operator", "math", "builtins", "torch", "resfx.fold", "resfx.grad_mode")
 
 
 def remove_dead(graph: fx.Graph) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
 
 from resfx.capture_errors import CaptureError
+from resfx.grad_mode import overwritten, runs_without_gradients, with_gradients
 from resfx.twins import fake_result, functional_twin, own_defaults, python_twin, written_arguments
 from resfx.views import ViewKey, is_whole, put_back, source_of, view_key
 
@@ -161,15 +161,26 @@ class _Functionalizer:
         if new is None or whole is None:
             self._keep(node, written)
             return
+        if runs_without_gradients(node) and not runs_without_gradients(view.base):
+            new = whole = self._overwritten(node, view.base, whole)
+            view = _View(view.base, (), (), view.version)
         self.versions.setdefault(view.base, []).append(whole)
         version = len(self.versions[view.base])
         self.result.shown[(view.base, view.keys, version)] = new
         self.views[whole] = _View(view.base, (), (), version)
         self.views[new] = _View(view.base, view.nodes, view.keys, version)
         self.result.writes[new] = view.base
-        self._forward(node, view)
+        self._forward(node, self.views[written[0]])
         if view.base.op == "placeholder":
             self._note(f"the model writes to its input `{view.base.name}` in place; the captured model leaves it alone")
+
+    def _overwritten(self, node: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
+        """A write without gradients: the numbers are new, the gradient is the old value's."""
+        with self.graph.inserting_before(node):
+            new = self.graph.call_function(overwritten, (self._current(base), value))
+        self._fill_meta(new, node)
+        new.meta = with_gradients(new.meta)
+        return new
 
     def _forward(self, node: fx.Node, view: _View) -> None:
         """Readers of the in-place node read the view it wrote to."""

@@ -66,3 +66,44 @@ def test_what_ran_without_gradients_gets_none(kind: str) -> None:
         rewritten.train(mode)(x).sum().backward()
         assert rewritten.get_submodule("f").weight.grad is None
         assert rewritten.get_submodule("g").weight.grad is not None
+
+
+class Overwritten(nn.Module):
+    """Writes to the state while gradients are off: autograd does not see it, so the gradient is that of the old state."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.f, self.g = kind, nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def write(self, x: torch.Tensor) -> None:
+        if self.kind == "mul":
+            x.mul_(2)
+        if self.kind == "branch":
+            x += self.g(x)
+            x.mul_(x)
+        if self.kind == "clamp":
+            x.clamp_(-0.5, 0.5)
+        if self.kind in ("slice", "autocast"):
+            x[:, 0].mul_(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.f(x)
+        with torch.autocast("cpu", enabled=self.kind == "autocast"), torch.no_grad():
+            self.write(x)
+        return x + self.g(x)
+
+
+@pytest.mark.parametrize("kind", ["mul", "branch", "clamp", "slice", "autocast"])
+def test_a_write_without_gradients(kind: str) -> None:
+    model, x = Overwritten(kind), torch.randn(2, 5, 8)
+    graphed, _ = fold_model(model, (x,))
+    assert_same(model, graphed, (x,))
+    rewritten = resfx.rewrite(model, resfx.Standard(), (x,))
+    compiled = torch.compile(rewritten, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for module in (model, rewritten, compiled):
+        module.zero_grad()
+        module(x).sin().sum().backward()
+        gradients.append([module.get_parameter(name).grad for name in ("f.weight", "g.weight")])
+    torch.testing.assert_close(gradients[1], gradients[0])
+    torch.testing.assert_close(gradients[2], gradients[0])
