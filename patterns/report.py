@@ -74,11 +74,11 @@ class ResidualMap:
         return f"no sum of two or more computed terms at {path!r}"
 
     def _check_place(self, path: str) -> None:
-        sources = [found.source for found in (*self.sites, *self.rejected) if found.source]
+        sources = [site.source for site in self.sites] + [rejected.source for rejected in self.rejected]
         file, _, line = path.rpartition(":")
         if path in self.modules or (line.isdigit() and any(_names_file(source, file) for source in sources)):
             return
-        lines = [source.rsplit("/", 1)[-1] for source in sources]
+        lines = [source.rsplit("/", 1)[-1] for source in sources if source]
         inside = [module for module in self.modules if module.endswith(f".{path}")]
         near = list(dict.fromkeys([*inside, *difflib.get_close_matches(path, [*self.modules, *lines])]))[:3]
         hint = f"Nearest: {', '.join(near)}." if near else 'print(model) shows its modules; "" is the whole model.'

@@ -46,6 +46,8 @@ def load_model(spec: str) -> Loaded:
     if path.is_dir() or path.name == "config.json":
         return _from_config(path if path.is_dir() else path.parent)
     source, colon, name = spec.rpartition(":")
+    if path.suffix == ".py":
+        raise UsageError(_which_callable(_import_file(path), spec))
     if not colon or not source or not name:
         raise UsageError(f"There is no model {spec!r}: no such file or folder.\nMODEL is {_SPECS}.")
     if source == "torchvision":
@@ -183,6 +185,23 @@ def _unpack(made: Any, spec: str) -> Loaded:
     if not isinstance(args, tuple | list) or not isinstance(kwargs, dict):
         raise UsageError(f"{spec} returned (module, args, kwargs) where args is no tuple or kwargs no dict.")
     return made[0], (tuple(args), kwargs)
+
+
+def _which_callable(module: ModuleType, source: str) -> str:
+    """Of the file's own names, those that `_call` takes."""
+    own = {name: value for name, value in vars(module).items() if name[0] != "_" and _is_own(value, module)}
+    names = [name for name, value in own.items() if isinstance(value, nn.Module) or not _required(value)]
+    if not names:
+        return f"{source} has no model: write a function without arguments that returns the module, and name it as {source}:NAME."
+    return f"{source}: which of its names makes the model? Try: {', '.join(f'{source}:{name}' for name in names)}"
+
+
+def _is_own(value: Any, module: ModuleType) -> bool:
+    """Is it a module, or a function or module class that the file itself defines?"""
+    if isinstance(value, nn.Module):
+        return True
+    makes = inspect.isfunction(value) or (isinstance(value, type) and issubclass(value, nn.Module))
+    return makes and value.__module__ == module.__name__
 
 
 def _required(function: Any) -> list[str]:

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from torch.fx import GraphModule
 
-from resfx.patterns.report import ResidualMap
+from resfx.patterns.report import ResidualMap, counted
 from resfx.rewritten import Rewritten
 
 WIDTH = 140  # of tables that go into a file or a pipe
@@ -68,7 +68,7 @@ def show_error(error: BaseException, as_json: bool, hint: str = "") -> None:
 @contextlib.contextmanager
 def step(title: str) -> Iterator[None]:
     """A spinner while the step runs (on a terminal), and its time once it is over where it was slow."""
-    console = Console(stderr=True)
+    console = Console(file=sys.stderr)  # this one: a failing export's prints are held back from sys.stderr
     start = time.monotonic()
     with console.status(title):
         yield
@@ -91,7 +91,8 @@ def map_parts(found: ResidualMap) -> list[RenderableType]:
     """A ResidualMap at the width of the terminal; `str(found)` has a width of its own."""
     parts: list[RenderableType] = [*found.tables(), *(Text(f"note: {note}") for note in found.notes)]
     if found.rejected:
-        parts.append(Text(f"{len(found.rejected)} sums are no residual update; --explain PATH tells why"))
+        verb = "is" if len(found.rejected) == 1 else "are"
+        parts.append(Text(f"{counted(len(found.rejected), 'sum')} {verb} no residual update; --explain PATH tells why"))
     return parts
 
 
@@ -99,9 +100,9 @@ def rewritten_table(data: dict[str, Any]) -> Table:
     """The summary of a rewrite, for people."""
     rows = {
         "form": data["form"],
-        "rewritten": "\n".join(f"stream {stream}: {count} sites" for stream, count in data["sites"].items()),
+        "rewritten": "\n".join(f"stream {stream}: {counted(count, 'site')}" for stream, count in data["sites"].items()),
         "left plain": "\n".join(f"stream {stream}: {reason}" for stream, reason in data["refused"].items()),
-        "new parameters": f"{data['parameters_added']:,} in {len(data['parameters'])} tensors, under residual.*",
+        "new parameters": f"{data['parameters_added']:,} in {counted(len(data['parameters']), 'tensor')}, under residual.*",
         "notes": "\n".join(data["notes"]),
         "saved": data["output"] or "",
     }

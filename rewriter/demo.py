@@ -106,6 +106,22 @@ class DemoResult:
     onnx_runs: list[str]
     onnx_difference: float  # the largest |a - b| of all runs
 
+    def rows(self) -> dict[str, str]:
+        """The closing table."""
+        compiled = "" if self.difference_compiled is None else f", differs from eager by {self.difference_compiled:.1e}"
+        how = "eager" if self.difference_compiled is None else "compiled"
+        return {
+            "residual sites": f"{self.rewritten} of {self.sites} rewritten to delta",
+            "parameters": f"{self.parameters_before:,} + {self.parameters_added:,} new",
+            "max difference at the start": f"{self.difference_at_init:.1e}",
+            "weakest new parameter moves the output by": f"{self.smallest_effect:.1e}",
+            "compile": self.compiled + compiled,
+            "milliseconds, plain -> rewritten": f"{self.milliseconds_before:.2f} -> {self.milliseconds_after:.2f}"
+            f" ({how}, on this CPU; at this size mostly the overhead of calls: no measure of a real model)",
+            "ONNX": f"{self.onnx_bytes / 1e6:.1f} MB, in ONNX Runtime off by at most {self.onnx_difference:.1e}",
+            "ONNX runs": "; ".join(self.onnx_runs),
+        }
+
 
 def run_demo(form: Form, step: Step) -> DemoResult:
     """Every step of the demo, each inside `step(title)`. Raises a ResfxError where one goes wrong."""

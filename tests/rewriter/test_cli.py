@@ -1,6 +1,8 @@
 """The commands: what they print and write, exit codes, and no traceback for a user's mistake."""
 
 import json
+import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +201,13 @@ def test_export_to_aoti(here: Path) -> None:
         (["find", "missing.py:net"], "no file missing.py"),
         (["find", "model.py:Net"], "Net.forward needs x"),
         (["find", "model.py:net", "--input", "y=float32[2,8]"], "no argument 'y'"),
-        (["find", "model.py:net", "--frontend", "jit"], "'jit' is not one of"),
+        (["find", "model.py:net", "--frontend", "jit"], "'--frontend': 'jit' is not one of 'export', 'fx'"),
+        (
+            ["find", "model.py"],
+            "Try: model.py:Block, model.py:Net, model.py:net, model.py:plain, model.py:Fork, model.py:fork",
+        ),
+        (["find", "model.py:net", "--explain", "blocks.9"], "Nearest: blocks.2, blocks.1, blocks.0"),
+        (["rewrite", "model.py:net", "--form", "delta", "--stream", "5"], "5"),
         (["find", "model.py:net", "--nothing"], "No such option"),
         (["rewrite", "model.py:net"], "Missing option '--form'"),
         (["rewrite", "model.py:net", "--form", "nothing"], "delta"),
@@ -224,7 +232,6 @@ def test_usage_errors(here: Path, words: list[str], reason: str) -> None:
         (["rewrite", "model.py:plain", "--form", "delta", "-o", "out.pt2"], "NoResidualFound"),
         (["find", "model.py:fork"], "model.py:37"),
         (["find", "model.py:net", "--input", "x=float32[2,7]"], "model.py"),
-        (["rewrite", "model.py:net", "--form", "delta", "--stream", "5"], "5"),
     ],
 )
 def test_what_resfx_refuses(here: Path, words: list[str], reason: str) -> None:
@@ -232,6 +239,23 @@ def test_what_resfx_refuses(here: Path, words: list[str], reason: str) -> None:
     assert reason in message
     assert "did not expect" not in message
     assert sorted(path.name for path in here.iterdir() if path.name != "__pycache__") == ["model.py"]
+
+
+def test_explain_where_nothing_was_found(here: Path) -> None:
+    assert "no sum of two or more" in done("find", "model.py:plain", "--explain", "0").stdout
+
+
+def test_version() -> None:
+    assert done("--version").stdout == f"resfx {version('resfx')}, torch {version('torch')}\n"
+
+
+@pytest.mark.parametrize("command", ["find", "rewrite", "export", "demo"])
+def test_every_option_says_what_it_takes(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value stands for itself (NAME=VALUE, FILE), not for a Python type."""
+    monkeypatch.setenv("COLUMNS", "100")
+    text = done(command, "--help").stdout
+    assert "--seed N " in text
+    assert re.findall(r"--\w+ <\w+", text) == []
 
 
 def test_errors_for_machines(here: Path) -> None:

@@ -44,6 +44,16 @@ def user(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_file_alone_lists_what_it_has(user: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_model(str(user))
+    names = ("Net", "alone", "with_args", "with_kwargs", "number", "swapped", "broken", "net")
+    assert str(caught.value).endswith("Try: " + ", ".join(f"{user}:{name}" for name in names))
+    (tmp_path / "empty.py").write_text("from torch import nn\nfrom torch.nn import Linear\n")
+    with pytest.raises(UsageError, match="has no model: write a function"):
+        load_model(str(tmp_path / "empty.py"))
+
+
 @pytest.mark.parametrize("name", ["alone", "Net", "net"])
 def test_functions_classes_and_modules(user: Path, name: str) -> None:
     model, known = load_model(f"{user}:{name}")
