@@ -22,6 +22,7 @@ from resfx.export.errors import (
 )
 from resfx.export.inductor import compile
 from resfx.export.onnx_export import to_onnx
+from resfx.export.onnx_functions import register_function
 from resfx.export.onnx_report import Check, OnnxReport, Port
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "UnsupportedDtypeError",
     "compile",
     "load_aoti",
+    "register_function",
     "to_aoti",
     "to_onnx",
 ]

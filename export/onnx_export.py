@@ -14,6 +14,7 @@ from resfx.export.compare import tolerance_for
 from resfx.export.errors import UnsupportedDtypeError
 from resfx.export.feeds import feeds_for
 from resfx.export.onnx_check import UNSUPPORTED, check_runs
+from resfx.export.onnx_functions import functions_for
 from resfx.export.onnx_graph import check_file, first_of_dtypes, opset_of, rename, save, translate
 from resfx.export.onnx_report import OnnxReport, describe
 from resfx.export.paths import checked_path, staged
@@ -60,7 +61,8 @@ def to_onnx(
         found = capture(model, call, dynamic_shapes, flat=True)
         taken = (*call.names, *model.state_dict(keep_vars=True))
         outputs = unique_names(want.names, taken, suffix="_out")
-        program = translate(found.program, call.names, outputs, opset, functions)
+        table = functions_for(found.program, functions)
+        program = translate(found.program, call.names, outputs, opset, table)
         rename(program, symbols_named(found.sizes, call.names, found.spec))
         save(program, file)
         notes = [*found.notes, *(f"output {name} is no tensor and is left out" for name in want.dropped)]

@@ -28,7 +28,7 @@ def translate(
     inputs: Sequence[str],
     outputs: Sequence[str],
     opset: int | None,
-    functions: Mapping[Callable[..., Any], Callable[..., Any]] | None,
+    functions: Mapping[Callable[..., Any], Callable[..., Any]],
 ) -> torch.onnx.ONNXProgram:
     """The program as ONNX.
 
@@ -43,7 +43,7 @@ def translate(
                 input_names=list(inputs),
                 output_names=list(outputs),
                 opset_version=opset,
-                custom_translation_table=dict(functions) if functions else None,
+                custom_translation_table=dict(functions) or None,
                 dynamo=True,
                 verbose=False,
             )

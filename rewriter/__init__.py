@@ -15,6 +15,7 @@ from resfx.capture import CaptureError, DynamicDimSpecialized, GuardError, NotAM
 from resfx.checkpoint import load, save
 from resfx.checkpoint_files import CheckpointError, CheckpointPathError
 from resfx.find import find
+from resfx.libraries import ONNX_FUNCTIONS
 from resfx.loops import LoopError
 from resfx.measure import MeasureError, measure
 from resfx.measure_report import Report, SiteReading
@@ -71,6 +72,9 @@ __all__ = [
     "rewrite",
     "save",
 ]
+
+for _name, _function in ONNX_FUNCTIONS.items():
+    export.register_function(_name, _function)
 
 
 def __getattr__(name: str) -> Any:

@@ -20,6 +20,8 @@ HINTS = {
 }
 CACHE_NOTE = "captured with its key/value cache switched off: past_key_values, where the model returns it, is None"
 CACHE_CLASS_WORDS = ("Cache",)
+# Their own operators that the ONNX exporter does not know: what they mean.
+ONNX_FUNCTIONS = {"transformers::grouped_mm_fallback": "resfx.export.onnx_translations:grouped_mm"}
 
 _VISION = 224
 
