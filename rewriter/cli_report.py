@@ -110,15 +110,24 @@ def rewritten_table(data: dict[str, Any]) -> Table:
 
 
 def graph_text(model: GraphModule | Rewritten) -> str:
-    """The graph of a rewritten model: a line for each node, under the user's line that it comes from.
+    """The graph of a rewritten model: a line for each node; those of one line of the user's stand under it.
 
     Module and parameter paths read as in the `state_dict`: `self.blocks.0.norm`.
     """
     text = str(model.print_readable(print_output=False))
-    lines = []
+    lines: list[str] = []
+    source = ""
     for line in text.splitlines():
-        if not _INSIDE_TORCH.match(line):
-            lines.append(_dotted(_SOURCE.sub(r"\1# \2: \3", _FREED.sub("", line))))
+        if _INSIDE_TORCH.match(line):
+            continue
+        line = _dotted(_SOURCE.sub(r"\1# \2: \3", _FREED.sub("", line)))
+        if line.lstrip().startswith("#"):
+            source, before = line, source
+            if source == before:
+                while not lines[-1].strip():
+                    lines.pop()
+                continue
+        lines.append(line.rstrip())
     return re.sub(r"\n\n+", "\n\n", "\n".join(lines))
 
 

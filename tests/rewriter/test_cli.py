@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
+import resfx
 from resfx.cli import app
 from resfx.cli_models import load_model
+from resfx.cli_report import graph_text
 
 MODEL = """
 import torch
@@ -126,6 +128,16 @@ def test_rewrite_without_output_shows_the_change_and_writes_nothing(here: Path) 
 def test_rewrite_prints_the_graph(here: Path) -> None:
     text = done("rewrite", "model.py:net", "--form", "review", "--graph").stdout
     assert "def forward" in text
+
+
+def test_a_source_line_is_shown_once(here: Path) -> None:
+    """All nodes of the blocks come from one line of the model; the norm at the end from another."""
+    model, known = load_model("model.py:net")
+    assert known is not None
+    text = graph_text(resfx.rewrite(model, resfx.DeltaAttention(), *known))
+    lines = [line for line in text.splitlines() if line.lstrip().startswith("# model.py")]
+    assert [line.split(": ", 1)[1] for line in lines] == ["return x + self.linear(self.norm(x))", "return self.norm(x)"]
+    assert not any(line != line.rstrip() for line in text.splitlines())
 
 
 @pytest.mark.parametrize("form", ["delta", "review", "scaled_loop"])
