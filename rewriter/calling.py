@@ -33,9 +33,13 @@ class CallCodeGen(CodeGen):
         parameters = self.signature.parameters
         names = [variable.split(":")[0].split("#")[0].strip() for variable in free_vars if variable != "self"]
         values = "".join(f"{name}, " for name in parameters.parameters)
+        # Two functions: in the second one no parameter's name hides what the graph needs (torch, device, inf).
         lines = [
             f"def {self._func_name}({self._parameter_list()}):",
-            f"    _flat = _call.inputs(({values}), self)",
+            f"    return _run_graph(self, ({values}))",
+            "",
+            "def _run_graph(self, _values):",
+            "    _flat = _call.inputs(_values, self)",
             "    if _interpreted():",
             "        return _call.output(_interpret(self, _flat))",
         ]

@@ -7,7 +7,6 @@ that second flat graph, and folds every leaf module into one `call_module` of th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from resfx.export_capture import export_flat
 from resfx.folded_capture import Folded, capture_folded
 from resfx.fx_route import fx_flat
 from resfx.graphed import GraphedModule
+from resfx.keywords import speak_keywords
 
 __all__ = [
     "CaptureError",
@@ -48,12 +48,6 @@ def check_module(model: Any) -> nn.Module:
     )
 
 
-def _keyword_path(model: nn.Module) -> str | None:
-    """The first submodule, parameter or buffer with a Python keyword in its path."""
-    paths = [path for path, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())]
-    return next((path for path in paths if any(map(iskeyword, path.split(".")))), None)
-
-
 def example_call(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The example call as a tuple and a dict. Raises CaptureError for anything else."""
     if isinstance(args, (torch.Tensor, str)) or not isinstance(args, Sequence):
@@ -80,20 +74,11 @@ def capture(
     """
     module = check_module(model)
     arguments = (tuple(args), dict(kwargs or {}))
-    try:
-        if frontend == "export":
-            return export_flat(module, *arguments, dynamic_shapes, mode).captured
-        if frontend == "fx":
-            if dynamic_shapes is not None:
-                raise CaptureError(
-                    "dynamic_shapes belongs to frontend='export'; the fx frontend leaves every size open"
-                )
-            return fx_flat(module, *arguments, mode)
-    except (SyntaxError, CaptureError) as error:
-        unspeakable = _keyword_path(module) if isinstance(error.__cause__ or error, SyntaxError) else None
-        if unspeakable is None:
-            raise
-        raise CaptureError(
-            f"`{unspeakable}` holds a Python keyword, which generated code can't name as an attribute; rename that key or module"
-        ) from error
+    speak_keywords(module)
+    if frontend == "export":
+        return export_flat(module, *arguments, dynamic_shapes, mode).captured
+    if frontend == "fx":
+        if dynamic_shapes is not None:
+            raise CaptureError("dynamic_shapes belongs to frontend='export'; the fx frontend leaves every size open")
+        return fx_flat(module, *arguments, mode)
     raise CaptureError(f"unknown frontend {frontend!r}: choose 'export' or 'fx'")

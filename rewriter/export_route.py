@@ -72,6 +72,7 @@ def _user_placeholders(
             env[node] = None
             continue
         new = graph.placeholder(node.name)
+        new.target = new.name  # an argument `torch` must not hide what generated code calls so
         new.meta = copy.copy(node.meta)
         env[node] = new
         found.append(new)
