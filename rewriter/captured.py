@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import fx
 
+from resfx.capture_errors import CaptureError
 from resfx.dynamic import Attempt
 from resfx.functionalize import Functional
 from resfx.signature import CallSignature
@@ -50,6 +51,7 @@ class Captured:
     notes: list[str] = field(default_factory=list)
     attempt: Attempt | None = None  # the example and the dynamic shapes that worked
     functional: Functional = field(default_factory=Functional)
+    untraced: CaptureError | None = None  # why some submodules stay eager; what is inside of them is not in the graph
 
     @property
     def graph(self) -> fx.Graph:

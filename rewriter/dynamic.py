@@ -34,6 +34,8 @@ class Attempt:
     dynamic_shapes: dict[str, Any] | None
     text: str
     grown: bool = False  # not the user's own sizes
+    eager: tuple[str, ...] = ()  # paths of submodules that can't be traced, see eager_calls.py
+    lenient: bool = False  # the second route
 
 
 def canonical_call(

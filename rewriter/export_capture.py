@@ -15,6 +15,7 @@ from resfx.calling import CallCodeGen
 from resfx.capture_errors import CaptureError, DynamicDimSpecialized, GuardError
 from resfx.captured import Captured, Mode
 from resfx.dynamic import Attempt, asked_dims, attempts, canonical_call
+from resfx.eager_calls import export_around, second_route
 from resfx.environment import capturing
 from resfx.export.quiet import quiet_failure
 from resfx.export_route import Unlifted, input_guards, unlift
@@ -25,6 +26,7 @@ from resfx.verify import computes_the_same
 
 ONE_NOTE = "the model treats a size of 1 apart: it was captured at the example's own sizes"
 CHECKPOINT_NOTE = "activation checkpoints in the glue are not kept: the result does not recompute there"
+_EAGER_NOTE = "kept eager, for it can't be traced; residual connections inside are not searched: {}"
 
 
 @dataclass
@@ -116,18 +118,21 @@ def _first_success(
 ) -> Exported:
     first: Exception | None = None
     one_is_apart = False
-    for attempt in tries:
+    for asked in (*tries, *second_route(tries)):
         try:
-            program = _export(model, attempt, preserve)
+            program, attempt, untraced = export_around(model, asked, lambda a: _export(model, a, preserve))
         except Exception as error:
             first = first or error
             if is_data_dependent(error) or is_unknown_output(error):
                 break
             continue
         exported = _assemble(program, model, attempt, parameters, mode)
+        if untraced is not None:
+            exported.captured.untraced = capture_failure(untraced, model, "export")
+            exported.captured.notes.append(_EAGER_NOTE.format(", ".join(f"`{path}`" for path in attempt.eager)))
         if not _accepts(exported.captured.signature, *example):
             continue  # growing a size of 1 shut the user's own example out
-        if attempt.grown and mode == "eval" and not computes_the_same(model, exported.captured, *example):
+        if attempt.grown and mode == "eval" and not attempt.eager and not computes_the_same(model, exported.captured, *example):
             one_is_apart = True
             continue
         if one_is_apart:

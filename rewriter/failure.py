@@ -88,6 +88,17 @@ def locate(error: BaseException, model: nn.Module) -> tuple[str | None, str | No
     return None, None
 
 
+def failing_module(error: BaseException, model: nn.Module) -> str | None:
+    """The path of the module whose own code was running when `error` was raised: torch's own layers don't count."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    found = None
+    for frame, _ in _frames(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if not is_machinery(frame.f_code.co_filename) and isinstance(owner, nn.Module):
+            found = paths.get(id(owner), found)
+    return found
+
+
 def capture_failure(error: BaseException, model: nn.Module, route: str) -> CaptureError:
     """The CaptureError for `error`; raise it `from error`."""
     path, source = locate(error, model)

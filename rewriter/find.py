@@ -30,6 +30,8 @@ def find(
     check_module(model)
     flat = capture(model, *example_call(args, kwargs), dynamic_shapes=dynamic_shapes, frontend=frontend)
     found = search(flat.graph_module, unweighted=unweighted)
+    if flat.untraced is not None and not found.streams:
+        raise flat.untraced
     modules = tuple(path for path, _ in model.named_modules(remove_duplicate=False))
     notes = capture_notes(flat)
     earlier = rewritten_forms(flat.graph)

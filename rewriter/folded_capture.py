@@ -11,6 +11,7 @@ from torch import fx, nn
 from resfx.calling import CallCodeGen
 from resfx.capture_errors import CaptureError
 from resfx.captured import Captured, Mode
+from resfx.eager_calls import refuse_unfolded
 from resfx.export_capture import export_flat
 from resfx.fold import fold, sift
 from resfx.fx_route import fx_flat
@@ -48,12 +49,15 @@ def capture_folded(
     if captured is not None:
         hook(captured)
         try:
-            return _both_modes(model, args, kwargs, flat, opened, captured)
+            both = _both_modes(model, args, kwargs, flat, opened, captured)
+            refuse_unfolded(both.captured.graph)
+            return both
         except ModesDiffer as error:
             reason = str(error)
     captured = _export_in(model, args, kwargs, flat, opened, "eval")
     hook(captured)
     mapping = fold(captured)
+    refuse_unfolded(captured.graph)
     captured.notes.append(f"eval mode only: {reason}")
     captured.graph_module.meta[TRAIN_REFUSAL] = reason
     captured.graph_module.training = False

@@ -43,7 +43,8 @@ def computes_the_same(model: nn.Module, captured: Captured, args: Sequence[Any],
     return True
 
 
-def _leaves(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def trial_run(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The output in eval mode, always with the same random numbers; module and arguments stay as they were."""
     device = next((p.device for p in module.parameters() if p.device.type != "cpu"), None)
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (tuple(args), dict(kwargs)))
     with (
@@ -53,8 +54,11 @@ def _leaves(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         torch.random.fork_rng([device] if device else [], enabled=True),
     ):
         torch.manual_seed(0)
-        output = module(*args, **kwargs)
-    leaves = pytree.tree_flatten_with_path(output)[0]
+        return module(*args, **kwargs)
+
+
+def _leaves(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    leaves = pytree.tree_flatten_with_path(trial_run(module, args, kwargs))[0]
     return {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
