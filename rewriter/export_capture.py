@@ -132,7 +132,12 @@ def _first_success(
             exported.captured.notes.append(_EAGER_NOTE.format(", ".join(f"`{path}`" for path in attempt.eager)))
         if not _accepts(exported.captured.signature, *example):
             continue  # growing a size of 1 shut the user's own example out
-        if attempt.grown and mode == "eval" and not attempt.eager and not computes_the_same(model, exported.captured, *example):
+        if (
+            attempt.grown
+            and mode == "eval"
+            and not attempt.eager
+            and not computes_the_same(model, exported.captured, *example)
+        ):
             one_is_apart = True
             continue
         if one_is_apart:
