@@ -48,7 +48,7 @@ class AttentionResidual(Form):
 
     @property
     def at_init(self) -> AtInit:  # type: ignore[override]
-        return "scaled" if self.granularity == "full" and not self.query_init_std else "different"
+        return "different" if self.query_init_std else "scaled"  # blocks or not: the sources sum to the state
 
     def refuse(self, stream: Stream) -> str | None:
         return block_rule.refuse(len(stream.sites), self.blocks)

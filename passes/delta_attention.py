@@ -62,8 +62,8 @@ class DeltaAttention(Form):
     def at_init(self) -> AtInit:  # type: ignore[override]
         if self.gate == "alpha":
             return "identical"
-        plain_sum = self.granularity == "sublayer" and not self.query_init_std
-        return "scaled" if plain_sum else "different"
+        every_update = self.granularity == "sublayer" or (self.block_size == 1 and not self.official_sources)
+        return "scaled" if every_update and not self.query_init_std else "different"
 
     @property
     def warm_by_mix(self) -> bool:

@@ -90,7 +90,18 @@ def test_the_plain_model_exceeds_them() -> None:
     assert not bool((watch.values[adds[-1]].norm(dim=-1) <= longest).all())
 
 
-@settings(max_examples=20, deadline=None)
+# Forms that say "scaled" of themselves; the null vector is a source of length zero.
+SCALED: list[Form] = [
+    DeltaAttention(),
+    DeltaAttention(tied=True, seeded=True),
+    DeltaAttention(gate="scalar"),
+    DeltaAttention(granularity="block", block_size=1),
+    AttentionResidual(),
+    AttentionResidual(granularity="block", block_size=2),
+]
+
+
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 7), st.sampled_from([DeltaAttention(), DeltaAttention(tied=True), AttentionResidual()]), SEEDS)
 def test_zero_queries_are_the_plain_pre_norm_model(layers: int, form: Form, seed: int) -> None:
     """Whatever the key norms are: equal weights read a multiple of the state."""
@@ -103,9 +114,16 @@ def test_zero_queries_are_the_plain_pre_norm_model(layers: int, form: Form, seed
     assert relative(graph_module(x), deep(layers)[0](x)) < 1e-12
 
 
-def test_other_queries_are_not() -> None:
-    graph_module, x = rewritten(4, DeltaAttention())
-    perturb(graph_module)
+def test_they_say_so() -> None:
+    assert {form.at_init for form in SCALED} == {"scaled"}
+
+
+@pytest.mark.parametrize(
+    "form", [DeltaAttention(granularity="block", block_size=2), DeltaAttention(query_init_std=0.5)]
+)
+def test_a_form_that_says_different_is(form: Form) -> None:
+    graph_module, x = rewritten(4, form)
+    assert form.at_init == "different"
     assert relative(graph_module(x), deep(4)[0](x)) > 1e-3
 
 

@@ -1,0 +1,114 @@
+"""`at_init` is kept by every form on every model; a warm start is the model itself, and all that is new soon learns.
+
+- identical: the same function. scaled: the same, up to a factor and the norms' eps, where every branch reads the stream
+  through a norm; elsewhere another function. different: another function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models_steps import distance, loss_of, new_parameters, outputs, run
+from models_zoo import ZOO
+from torch import Tensor, nn
+
+import resfx
+
+FORMS: list[resfx.Form] = [
+    resfx.DeltaAttention(),
+    resfx.AttentionResidual(),
+    resfx.MultiGate(streams=2),
+    resfx.Review(),
+    resfx.DeltaAttention(gate="alpha", null_source=True),
+    resfx.Highway(),
+    resfx.DeltaAttention(granularity="block", block_size=2),
+    resfx.AttentionResidual(granularity="block", block_size=2),
+    resfx.Highway(convex=True),
+    resfx.DeltaAttention(tied=True),
+    resfx.ScaledLoop(learnable=True),
+    resfx.Standard(),
+    resfx.AttentionResidual(query_init_std=0.5),
+]
+# Every branch reads the stream through a norm of each token; so does what follows a stream's end, or nothing does.
+PRE_NORM = {
+    "nanogpt",
+    "gpt2",
+    "llama",
+    "qwen3",
+    "gemma2",
+    "gpt_neox",
+    "falcon",
+    "mixtral",
+    "vit",
+    "t5",
+    "torchvision_vit",
+    "torchvision_swin",
+    "timm_vit",
+    "timm_test_vit",
+    "timm_swin",
+    "timm_cait",
+    "transformer_encoder_pre",
+}
+EPS_NAMES = ("eps", "variance_epsilon")
+
+
+def cases() -> Iterator[Any]:
+    """Every (model, form, start). The default run: one form a model in rotation, its starts in turn."""
+    for number, (name, entry) in enumerate(ZOO.items()):
+        for position, form in enumerate(FORMS):
+            for turn, start in enumerate(("warm", "plain")):
+                chosen = position == number % len(FORMS) and turn == number % 2 and not entry.heavy
+                marks = [] if chosen else [pytest.mark.slow]
+                yield pytest.param(name, form, start == "warm", id=f"{name}-{form.to_spec()}-{start}", marks=marks)
+
+
+def without_eps(model: nn.Module) -> nn.Module:
+    """What stands between "scaled" and equal."""
+    for module in model.modules():
+        for name in EPS_NAMES:
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 1e-12)
+    return model
+
+
+def normalised(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {path: value / value.norm() for path, value in found.items()}
+
+
+@pytest.mark.parametrize(("name", "form", "warm"), list(cases()))
+def test_at_init(name: str, form: resfx.Form, warm: bool) -> None:
+    model, args, kwargs = ZOO[name].build()
+    scaled = form.at_init == "scaled" and name in PRE_NORM and not warm
+    if scaled:
+        without_eps(model)
+    result = resfx.rewrite(model, form, args, kwargs, warm_start=warm)
+    assert result.residual_map.refused == {}
+    got, want = outputs(result, args, kwargs), outputs(model, args, kwargs)
+    if warm or form.at_init == "identical":
+        assert distance(got, want) < 1e-5
+    elif scaled:
+        assert distance(normalised(got), normalised(want)) < 1e-5
+    else:
+        assert distance(got, want) > 1e-3
+    if warm:
+        assert learning(result, args, kwargs) == set(new_parameters(result))
+
+
+def learning(model: nn.Module, args: Any, kwargs: Any) -> set[str]:
+    """The new parameters that have had a gradient by the third backward."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    seen: set[str] = set()
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(run(model, args, kwargs)).backward()
+        new = new_parameters(model)
+        seen |= {name for name, p in new.items() if p.grad is not None and float(p.grad.abs().max()) > 0}
+        optimizer.step()
+    return seen
+
+
+def test_the_names_exist() -> None:
+    assert set(ZOO) >= PRE_NORM
