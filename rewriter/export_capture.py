@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from resfx import libraries
+from resfx.caches import cache_notes
 from resfx.calling import CallCodeGen
 from resfx.capture_errors import CaptureError, DynamicDimSpecialized, GuardError
 from resfx.captured import Captured, Mode
@@ -67,8 +68,8 @@ def export_flat(
             _blame_asked(model, parameters, (args, kwargs), mode, asked, error)
             raise
     captured = exported.captured
-    if uncached:
-        captured.notes.append(libraries.CACHE_NOTE)
+    if uncached and only is None:  # the first capture says it for all
+        captured.notes.extend(cache_notes(model, args, kwargs, mode))
     if seen_checkpoints:
         captured.notes.append(CHECKPOINT_NOTE)
     _check_asked(captured, asked)

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from resfx import libraries
+from resfx.caches import cache_notes
 from resfx.calling import CallCodeGen
 from resfx.captured import Captured, Mode, ModuleCall
 from resfx.dynamic import Attempt, canonical_call
@@ -41,7 +42,7 @@ def fx_flat(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mod
         raise capture_failure(error, model, "fx") from error
     captured.notes.append(FX_NOTE)
     if uncached:
-        captured.notes.append(libraries.CACHE_NOTE)
+        captured.notes.extend(cache_notes(model, args, kwargs, mode))
     return captured
 
 

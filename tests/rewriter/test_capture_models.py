@@ -114,9 +114,8 @@ def test_folded_model_equals_the_original(name: str) -> None:
 
 def test_cache_is_switched_off_for_the_capture_only() -> None:
     model = gpt2().eval()
-    graphed, folded = fold_model(model, (), {"input_ids": ids(1, 5)})
+    graphed, _ = fold_model(model, (), {"input_ids": ids(1, 5)})
     assert model.config.use_cache is True
-    assert any("cache" in note for note in folded.captured.notes)
     output = graphed.eval()(ids(4, 6))
     assert type(output) is type(model(ids(4, 6)))
     assert output.past_key_values is None
