@@ -19,7 +19,7 @@ slow: ## the full matrix of models x forms
 	$(PYTHON) -m pytest -m slow
 
 zoo: ## find, warm start and a sample of ONNX on hundreds of architectures; ZOO_SHARD=K/N for a part
-	$(PYTHON) -m pytest -m zoo
+	$(PYTHON) -m pytest -m zoo --dist load tests/zoo
 
 coverage: ## the zoo through every step, written to docs/coverage.md; goes on where it stopped
 	mkdir -p build
