@@ -35,7 +35,14 @@ class Parameters(Protocol):
 
 
 class ParameterTree(nn.Module):
-    """Holds parameters by name; the numbers in a name are child trees. It has nothing to run."""
+    """Holds parameters by name; the numbers in a name are child trees. It has nothing to run.
+
+    A container that runs all of its children (nn.Sequential, in the live mode) gets back what it hands in.
+    """
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """The identity."""
+        return value
 
 
 def subtree(module: nn.Module, path: str, name: str) -> ParameterTree:

@@ -16,6 +16,8 @@ from resfx.checkpoint import load, save
 from resfx.checkpoint_files import CheckpointError, CheckpointPathError
 from resfx.find import find
 from resfx.libraries import ONNX_FUNCTIONS
+from resfx.live import attach, detach
+from resfx.live_known import LiveError
 from resfx.loops import LoopError
 from resfx.measure import MeasureError, measure
 from resfx.measure_report import Report, SiteReading
@@ -40,6 +42,7 @@ __all__ = [
     "Form",
     "FormError",
     "GuardError",
+    "LiveError",
     "LoopError",
     "MeasureError",
     "NoResidualFound",
@@ -59,6 +62,8 @@ __all__ = [
     "Stream",
     "TrainingError",
     "UnknownPlace",
+    "attach",
+    "detach",
     "export",
     "find",
     "load",

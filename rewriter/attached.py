@@ -1,0 +1,84 @@
+"""What `attach` leaves on a model: the known streams, the way from a graph to its rewritten form, and what has run.
+
+An `Attachment` belongs to one model. It can be deep-copied with it (an average of weights does that), and then belongs to the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from resfx.live_known import KnownStream
+from resfx.patterns import ResidualMap
+
+Backend: TypeAlias = "str | Callable[..., Any]"
+
+_numbers = itertools.count()
+_sessions = threading.local()
+
+
+class Attachment:
+    """The live rewrite of `model`."""
+
+    def __init__(
+        self, model: nn.Module, streams: tuple[KnownStream, ...], backend: Backend, residual_map: ResidualMap
+    ) -> None:
+        self.model, self.streams, self.backend, self.residual_map = model, streams, backend, residual_map
+        torch.compiler.assume_constant_result(is_running)  # type: ignore[no-untyped-call]
+        self.key = next(_numbers)
+        self.active = True
+        self.runs = dict.fromkeys((stream.index for stream in streams), 0)  # how often each stream ran rewritten
+        self.broke: str | None = None  # the last graph break, for messages
+        self.failure: Exception | None = None
+        self._slots: tuple[Any, list[tuple[str, dict[str, Any], str]]] = (None, [])
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The new parameters as they are now, by name: what replaced them (a wrapper, a functional call) included."""
+        tree = self.model._modules.get("residual")
+        known, slots = self._slots
+        if tree is None:
+            return {}
+        if known is not tree:
+            slots = list(_slots(tree))
+            self._slots = (tree, slots)
+        return {name: table[leaf] for name, table, leaf in slots}
+
+    def state(self) -> tuple[Any, ...]:
+        """What compiled graphs assume about the new parameters, which Dynamo's own guards do not see."""
+        return tuple((p.dtype, p.device, p.requires_grad) for p in self.parameters().values())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        fresh = Attachment.__new__(Attachment)
+        memo[id(self)] = fresh
+        fresh.__init__(copy.deepcopy(self.model, memo), self.streams, self.backend, self.residual_map)  # type: ignore[misc]
+        fresh.active = self.active
+        return fresh
+
+
+def _slots(tree: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    for path, module in tree.named_modules():
+        for leaf in module._parameters:
+            yield ".".join(filter(None, ("residual", path, leaf))), module._parameters, leaf
+
+
+@contextmanager
+def running(attachment: Attachment) -> Iterator[None]:
+    """Within, this thread runs the compiled model of `attachment`: its own modules call their forward plainly."""
+    keys: list[int] = getattr(_sessions, "keys", [])
+    _sessions.keys = [*keys, attachment.key]
+    try:
+        yield
+    finally:
+        _sessions.keys = keys
+
+
+def is_running(key: int) -> bool:
+    """Does this thread run the compiled model with that key? Dynamo asks while it traces, and need not look inside."""
+    return key in getattr(_sessions, "keys", ())

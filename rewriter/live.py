@@ -1,0 +1,100 @@
+"""`attach` and `detach`: the live mode. The model stays the user's own; what Dynamo captures from it is rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from resfx.attached import Attachment, Backend
+from resfx.capture import check_module, example_call
+from resfx.live_forward import LiveForward, inner_backend
+from resfx.live_known import LiveError, owner_path, settle
+from resfx.passes import Form, FormError
+from resfx.patterns import ResidualMap
+from resfx.rewritten import Rewritten
+from resfx.selection import Select, Streams
+
+
+def attach(
+    model: nn.Module,
+    form: Form,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    backend: Backend = "inductor",
+    select: Select = None,
+    streams: Streams = None,
+    warm_start: bool = False,
+) -> ResidualMap:
+    """Let every call of `model` run with its residual connections rewritten into `form`: any shape, dtype, cache or mode.
+
+    The arguments are those of `rewrite`; the example call decides streams and parameters, which are registered on the model under
+    the same names (`residual.<stream>.<site>.<name>`), so that a state_dict fits both. `backend` compiles the rewritten graphs: a
+    name that torch.compile knows ("eager" for debugging), or a function. `generate`, training, adapters and saving work as before.
+
+    Attach before the model goes to DistributedDataParallel or an optimizer: both must see the new parameters.
+    Returns what was found and changed. Errors: LiveError, FormError; NoResidualFound, SelectionError, CaptureError as in `rewrite`.
+    A call that can't be rewritten raises LiveError: a graph break within a stream, for one, by its line.
+    """
+    _check(model, form)
+    inner_backend(backend)
+    positional, keyword = example_call(args, kwargs)
+    settled = settle(model, form, positional, keyword, select, streams, warm_start)
+    attachment = Attachment(model, settled.streams, backend, settled.residual_map)
+    owners: dict[str, list[int]] = {"": []}
+    for stream in settled.streams:
+        owners.setdefault(owner_path(model, stream.sites), []).append(stream.index)
+    gates = [LiveForward(attachment, path, tuple(indices)) for path, indices in owners.items()]
+    if settled.parameters is not None:
+        model.add_module("residual", settled.parameters)
+    for gate in gates:
+        model.get_submodule(gate.path).forward = gate
+    return settled.residual_map
+
+
+def detach(model: nn.Module) -> nn.Module:
+    """Give the plain model back: the same object, without the new parameters. Its own parameters stay as trained.
+
+    Errors: LiveError where `model` is not attached.
+    """
+    attachment = attachment_of(model)
+    if attachment is None:
+        raise LiveError(
+            f"this {type(model).__name__} is not attached; pass the very module that resfx.attach was given"
+        )
+    attachment.active = False
+    for module in model.modules():
+        gate = vars(module).get("forward")
+        if not isinstance(gate, LiveForward) or gate.attachment is not attachment:
+            continue
+        if gate.had_own:
+            module.forward = gate.plain
+        else:
+            del module.forward
+    model._modules.pop("residual", None)
+    return model
+
+
+def attachment_of(model: nn.Module) -> Attachment | None:
+    """The attachment of `model`; None where it has none. What was put over its forward since is looked through."""
+    gate: Any = vars(model).get("forward")
+    while gate is not None and not isinstance(gate, LiveForward):
+        gate = getattr(gate, "__wrapped__", None)
+    return gate.attachment if isinstance(gate, LiveForward) and gate.attachment.active else None
+
+
+def _check(model: nn.Module, form: Form) -> None:
+    check_module(model)
+    if not isinstance(form, Form):
+        hint = " (call the class: it takes its options)" if isinstance(form, type) and issubclass(form, Form) else ""
+        raise FormError(f"expected a residual form such as resfx.DeltaAttention(), got {form!r}{hint}")
+    if isinstance(model, Rewritten):
+        raise LiveError("the model is rewritten already, as a captured graph; attach the original (resfx.revert)")
+    if attachment_of(model) is not None:
+        raise LiveError("the model is attached already; resfx.detach it first")
+    if hasattr(model, "residual"):
+        raise LiveError(
+            f"{type(model).__name__} already has an attribute `residual`, where the new parameters go; rename it before attach"
+        )

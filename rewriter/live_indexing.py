@@ -1,0 +1,100 @@
+"""`x[:, :1]` and `x[:, :1] = v` of a Dynamo graph as the slices, selects and copies that torch.export would have made of them.
+
+So one vocabulary of views is enough for the search, and for making in-place updates functional. Indexing with tensors stays.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from typing import Any
+
+import torch
+from torch import fx
+
+from resfx.twins import fake_result
+
+aten = torch.ops.aten
+
+
+def spell_out_indexing(graph: fx.Graph) -> None:
+    """Replace basic indexing of tensors, reads and assignments, in place."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in (operator.getitem, operator.setitem):
+            continue
+        steps = _steps(node)
+        if steps is None:
+            continue
+        with graph.inserting_before(node):
+            part = _view(graph, node, steps)
+            if node.target is operator.getitem:
+                part.meta["val"] = node.meta["val"]  # it shares memory with what it was taken from
+                node.replace_all_uses_with(part)
+            else:
+                _assign(graph, node, part)
+        graph.erase_node(node)
+
+
+def _steps(node: fx.Node) -> list[tuple[Any, tuple[Any, ...]]] | None:
+    """The view operations of a basic index, each with its arguments behind the tensor; None for anything else."""
+    source, index = node.args[:2]
+    value = source.meta.get("val") if isinstance(source, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or (node.target is operator.getitem and not _is_tensor(node)):
+        return None
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if not all(entry is None or entry is ... or _is_number(entry) or isinstance(entry, slice) for entry in entries):
+        return None
+    named = sum(entry is not None and entry is not ... for entry in entries)
+    if entries.count(...) == 0:
+        entries.append(...)
+    axis = 0
+    steps: list[tuple[Any, tuple[Any, ...]]] = []
+    for entry in entries:
+        if entry is ...:
+            axis += value.dim() - named
+        elif entry is None:
+            steps.append((aten.unsqueeze.default, (axis,)))
+            axis += 1
+        elif isinstance(entry, slice):
+            if entry != slice(None):
+                end = sys.maxsize if entry.stop is None else entry.stop
+                steps.append((aten.slice.Tensor, (axis, entry.start or 0, end, entry.step or 1)))
+            axis += 1
+        else:
+            steps.append((aten.select.int, (axis, entry)))
+    return steps
+
+
+def _is_number(entry: Any) -> bool:
+    """An int, or a node that is a symbolic one; True and False index like masks."""
+    if isinstance(entry, fx.Node):
+        return isinstance(entry.meta.get("val"), (int, torch.SymInt))
+    return isinstance(entry, int) and not isinstance(entry, bool)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _view(graph: fx.Graph, node: fx.Node, steps: list[tuple[Any, tuple[Any, ...]]]) -> fx.Node:
+    part = node.args[0]
+    assert isinstance(part, fx.Node)
+    for target, args in steps or [(aten.alias.default, ())]:
+        part = _call(graph, node, target, (part, *args))
+    return part
+
+
+def _assign(graph: fx.Graph, node: fx.Node, part: fx.Node) -> None:
+    value = node.args[2]
+    if isinstance(value, fx.Node) and _is_tensor(value):
+        _call(graph, node, aten.copy_.default, (part, value))
+    else:
+        _call(graph, node, aten.fill_.Scalar, (part, value))
+
+
+def _call(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    new = graph.call_function(target, args)
+    new.meta = {key: value for key, value in node.meta.items() if key not in ("val", "example_value")}
+    written = target in (aten.copy_.default, aten.fill_.Scalar)
+    new.meta["val"] = args[0].meta["val"] if written else fake_result(new)
+    return new

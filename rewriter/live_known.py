@@ -1,0 +1,126 @@
+"""What `attach` decides once, from one capture of the example call: streams, sites and parameters, as data.
+
+Every graph that Dynamo captures later is held against it: the streams found there must be these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from resfx.applying import Untouched, residual_report
+from resfx.capture import capture
+from resfx.find import capture_notes
+from resfx.passes import Applied, Form, FormError, apply_all
+from resfx.passes.parameters import ParameterTree
+from resfx.patterns import NoResidualFound, ResfxError, ResidualMap, Stream, search
+from resfx.rewrite import nothing_found, stream_plans
+from resfx.selection import Select, Streams
+from resfx.tidy import drop_whole_slices
+
+
+class LiveError(ResfxError):
+    """The live mode can't rewrite this model, or this call of it."""
+
+
+@dataclass(frozen=True)
+class KnownSite:
+    """A site by where its sum is written, and its place among the stream's branches."""
+
+    path: str
+    source: str
+    branch_id: int
+    repeats: int
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.path, self.source
+
+
+@dataclass(frozen=True)
+class KnownStream:
+    """A stream that is rewritten: `chosen` are the indices of its selected sites, `axis` its feature axis."""
+
+    index: int
+    sites: tuple[KnownSite, ...]
+    axis: int | None
+    form: Form
+    chosen: frozenset[int]
+    warm: bool
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The streams to rewrite, the new parameters (None where the form has none), and the report."""
+
+    streams: tuple[KnownStream, ...]
+    parameters: ParameterTree | None
+    residual_map: ResidualMap
+
+
+def settle(
+    model: nn.Module,
+    form: Form,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    select: Select,
+    streams: Streams,
+    warm_start: bool,
+) -> Settled:
+    """Capture the example call, and rewrite the capture for the names, shapes and starts of the parameters.
+
+    Errors: as `rewrite`; FormError for a form that repeats streams.
+    """
+    if form.loop_count is not None:
+        raise FormError(
+            f"{form.to_spec()} runs a stream several times, and with it whatever its branches do beside computing (a cache"
+            " that they fill): use resfx.rewrite, or leave out loops= and let the model loop"
+        )
+    flat = capture(model, args, dict(kwargs))
+    drop_whole_slices(flat.graph, {})  # before the search: nothing refers to its nodes yet
+    found = search(flat.graph_module)
+    if not found.streams:
+        raise NoResidualFound(nothing_found(found), found.rejected)
+    plans = stream_plans(found.streams, form, select, streams, warm_start)
+    before = {plan.stream.index: _sites(plan.stream) for plan in plans}
+    untouched = Untouched(
+        flat.graph, frozenset(), tuple(found.streams), tuple(found.rejected), tuple(capture_notes(flat)), None
+    )
+    outcomes = apply_all(flat.graph_module, list(plans), streams=found.streams)
+    insist = streams is not None or select is not None
+    told = residual_report(untouched, outcomes, set(before) if insist else set(), flat.graph_module)
+    known = [
+        KnownStream(o.stream, before[o.stream], found.streams[o.stream].axis, form, frozenset(o.sites), warm_start)
+        for o in outcomes
+        if isinstance(o, Applied)
+    ]
+    tree = flat.graph_module._modules.get("residual")
+    return Settled(tuple(known), tree if isinstance(tree, ParameterTree) else None, told)
+
+
+def _sites(stream: Stream) -> tuple[KnownSite, ...]:
+    return tuple(KnownSite(s.path, s.source, s.branch_id, s.repeats) for s in stream.sites)
+
+
+def owner_path(model: nn.Module, sites: Sequence[KnownSite]) -> str:
+    """The lowest module with a forward that contains all `sites`: whoever calls it runs the whole stream."""
+    parts = [site.path.split(".") if site.path else [] for site in sites]
+    shared: list[str] = []
+    for names in zip(*parts, strict=False):
+        if len(set(names)) > 1:
+            break
+        shared.append(names[0])
+    while shared and not _has_forward(model.get_submodule(".".join(shared))):
+        shared.pop()
+    return ".".join(shared)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """ModuleList and ModuleDict are never called."""
+    return type(module).forward is not nn.Module.forward
+
+
+__all__ = ["KnownSite", "KnownStream", "LiveError", "Settled", "owner_path", "settle"]

@@ -1,0 +1,136 @@
+"""Which stream of a Dynamo graph is which known stream: by module path, source line and order of its sites.
+
+What does not fit is an error. A sum of a known stream that is in the graph and is no site there was cut off from its branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from resfx.live_known import KnownSite, KnownStream, LiveError
+from resfx.patterns import Stream
+from resfx.patterns.dialect import module_path, source_of
+from resfx.patterns.sums import terms_of
+
+
+def at_known_places(graph: fx.Graph, known: Iterable[KnownStream]) -> list[fx.Node]:
+    """The sums of the graph that stand where a known stream has a site."""
+    places = {site.place for stream in known for site in stream.sites}
+    return [node for node in graph.nodes if (module_path(node), source_of(node)) in places and is_sum(node)]
+
+
+def is_sum(node: fx.Node) -> bool:
+    """Does the node add two tensors or more?"""
+    return node.op in ("call_function", "call_method") and len(terms_of(node) or ()) > 1
+
+
+def match(
+    graph: fx.Graph, found: Sequence[Stream], known: Sequence[KnownStream], broke: str | None
+) -> list[tuple[KnownStream, Stream]]:
+    """The known streams that this graph holds, each with the stream it is there, numbered as known.
+
+    `broke`: where and why Dynamo ended this graph or one before it. Errors: LiveError where a part of a stream is missing.
+    """
+    free = list(found)
+    pairs: list[tuple[KnownStream, Stream]] = []
+    for stream in known:
+        twin = next((s for s in free if _same(s, stream)), None)
+        if twin is not None:
+            free.remove(twin)
+            pairs.append((stream, _numbered(twin, stream)))
+    _refuse_rest(graph, pairs, free, known, broke)
+    return pairs
+
+
+def _same(stream: Stream, known: KnownStream) -> bool:
+    """The same sites in the same order. A line may differ: a model can write one sum twice, for two modes."""
+    return [site.path for site in stream.sites] == [site.path for site in known.sites]
+
+
+def _numbered(stream: Stream, known: KnownStream) -> Stream:
+    for site, twin in zip(stream.sites, known.sites, strict=True):
+        site.branch_id, site.repeats = twin.branch_id, twin.repeats
+    axis = known.axis if known.axis is not None else stream.axis
+    return replace(stream, index=known.index, axis=axis)
+
+
+def _refuse_rest(
+    graph: fx.Graph,
+    pairs: Sequence[tuple[KnownStream, Stream]],
+    free: Sequence[Stream],
+    known: Sequence[KnownStream],
+    broke: str | None,
+) -> None:
+    taken = {site.node for _, stream in pairs for site in stream.sites}
+    left = [node for node in at_known_places(graph, known) if node not in taken and not _inside(node, pairs)]
+    if not left:
+        return
+    sites = {site.node for stream in free for site in stream.sites}
+    node = left[0]
+    place = (module_path(node), source_of(node))
+    stream = next(s for s in known if any(site.place == place for site in s.sites))
+    raise LiveError(_message(stream, [n for n in left if _of(n, stream)], sites, broke))
+
+
+def _inside(node: fx.Node, pairs: Sequence[tuple[KnownStream, Stream]]) -> bool:
+    """Is the node one of several adds that make up a site's sum?"""
+    return any(_reads(site.node, node, site.skip) for _, stream in pairs for site in stream.sites)
+
+
+def _reads(total: fx.Node, node: fx.Node, skip: fx.Node) -> bool:
+    todo, depth = [total], 0
+    while todo and depth < 32:
+        depth += 1
+        current = todo.pop()
+        if current is node:
+            return True
+        todo += [i for i in current.all_input_nodes if i is not skip and is_sum(i)]
+    return False
+
+
+def _of(node: fx.Node, stream: KnownStream) -> bool:
+    return any(site.place == (module_path(node), source_of(node)) for site in stream.sites)
+
+
+def _message(stream: KnownStream, nodes: Sequence[fx.Node], sites: set[fx.Node], broke: str | None) -> str:
+    total = len(stream.sites)
+    here = [(module_path(node), source_of(node)) for node in nodes]
+    part = f"{len(here)} of its {total} sums ({_listed(here)})"
+    head = f"stream {stream.index} ({_listed([stream.sites[0].place])}) is in this graph only in part: {part}"
+    if broke is not None:
+        return (
+            f"{head}. A graph break cut it: {broke}. Remove that break, or move it before the stream's first or behind its"
+            " last site; resfx.detach gives the plain model back"
+        )
+    if len(here) != total:
+        return (
+            f"{head}. This call runs other layers than the example of attach did (a layer that is dropped at random, another"
+            " number of loops): attach with an example that runs what you need"
+        )
+    unseen = next((place for node, place in zip(nodes, here, strict=True) if node not in sites), here[0])
+    return (
+        f"stream {stream.index}: the sums of this call are those of the example of attach, but {_listed([unseen])} is no residual"
+        " update here; a part of the model was replaced since. Detach and attach again"
+    )
+
+
+def _listed(places: Sequence[tuple[str, str]]) -> str:
+    shown = ", ".join(f"{path or 'the root'}, {source}" for path, source in places[:3])
+    return shown + (f" and {len(places) - 3} more" if len(places) > 3 else "")
+
+
+def break_line(reason: Any) -> str | None:
+    """Where and why Dynamo broke a graph off, in one line; None where it came to its end."""
+    if reason is None or not getattr(reason, "graph_break", False):
+        return None
+    frames = getattr(reason, "user_stack", None) or []
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"
+    what = str(getattr(reason, "reason", "")).strip().splitlines()
+    return f"{where} ({what[0]})" if what else where
+
+
+__all__ = ["KnownSite", "at_known_places", "break_line", "match"]

@@ -1,0 +1,92 @@
+"""Checkpointed regions of a Dynamo graph become plain nodes that carry the marks of a region.
+
+Dynamo keeps `torch.utils.checkpoint` as one node with a subgraph, and AOTAutograd later marks the nodes of that subgraph for
+the partitioner. Inlined here with the same marks, a form can reach into the region, and what it held is still recomputed.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+_numbers = itertools.count(1_000_000)  # apart from the small numbers that torch gives its own regions
+
+
+def inline_checkpoints(module: fx.GraphModule) -> None:
+    """Inline every checkpointed region of `module.graph`, nested ones too."""
+    found = True
+    while found:
+        found = False
+        for node in list(module.graph.nodes):
+            if _is_checkpoint(node):
+                _inline(module, node)
+                found = True
+
+
+def _is_checkpoint(node: fx.Node) -> bool:
+    name = getattr(node.target, "name", None)
+    if node.op != "call_function" or not callable(name) or name() != "tag_activation_checkpoint":
+        return False
+    body = node.args[0]
+    owner = node.graph.owning_module
+    assert isinstance(body, fx.Node)
+    assert owner is not None
+    # A region with a policy of its own says node by node what is kept: AOTAutograd needs it whole.
+    inner = owner.get_submodule(str(body.target))
+    return isinstance(inner, fx.GraphModule) and "_checkpoint_context_fn" not in inner.meta
+
+
+def _inline(module: fx.GraphModule, node: fx.Node) -> None:
+    body_node, *operands = node.args
+    assert isinstance(body_node, fx.Node)
+    body = module.get_submodule(str(body_node.target))
+    assert isinstance(body, fx.GraphModule)
+    results = _copy_body(module, node, body, operands, next(_numbers))
+    for user in list(node.users):
+        index: Any = user.args[1]  # the region returns a tuple
+        value = results[index]
+        user.replace_all_uses_with(value)
+        module.graph.erase_node(user)
+    module.graph.erase_node(node)
+    if not body_node.users:
+        module.graph.erase_node(body_node)
+
+
+def _copy_body(
+    module: fx.GraphModule, node: fx.Node, body: fx.GraphModule, operands: list[Any], number: int
+) -> tuple[Any, ...]:
+    inputs = iter(operands)
+    env: dict[fx.Node, Any] = {}
+    for old in body.graph.nodes:
+        if old.op == "placeholder":
+            env[old] = next(inputs)
+            continue
+        if old.op == "output":
+            return tuple(fx.map_arg(old.args[0], lambda n: env[n]))
+        with module.graph.inserting_before(node):
+            new = _attribute(module, node, body, old) if old.op == "get_attr" else None
+            new = new or module.graph.node_copy(old, lambda n: env[n])
+        new.meta = copy.copy(old.meta)
+        if "example_value" in new.meta:
+            new.meta["val"] = new.meta["example_value"]
+        if new.op != "get_attr":
+            new.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
+            new.meta.setdefault("ac_graph_id", number)
+        env[old] = new
+    return ()
+
+
+def _attribute(module: fx.GraphModule, node: fx.Node, body: fx.GraphModule, old: fx.Node) -> fx.Node:
+    """A subgraph or constant of the region moves over under a free name."""
+    value: Any = body
+    for part in str(old.target).split("."):
+        value = getattr(value, part)
+    name = f"{node.name}_{str(old.target).replace('.', '_')}"
+    while hasattr(module, name):
+        name += "_"
+    setattr(module, name, value)
+    return module.graph.get_attr(name)
