@@ -25,7 +25,7 @@ def forms_of(streams: Iterable[Stream], graph: fx.Graph) -> dict[int, str]:
         earlier = {mark["stream"] for node in nodes for mark in marks_of(node)}
         named = [forms[index] for index in sorted(earlier) if index in forms]
         if named:
-            found[stream.index] = f"{', '.join(named)} (already)"
+            found[stream.index] = ", ".join(named)
     return found
 
 
