@@ -18,6 +18,7 @@ from resfx.export_capture import export_flat
 from resfx.folded_capture import Folded, capture_folded
 from resfx.fx_route import fx_flat
 from resfx.graphed import GraphedModule
+from resfx.inert import leave_casts
 from resfx.keywords import speak_keywords
 
 __all__ = [
@@ -76,7 +77,9 @@ def capture(
     arguments = (tuple(args), dict(kwargs or {}))
     speak_keywords(module)
     if frontend == "export":
-        return export_flat(module, *arguments, dynamic_shapes, mode).captured
+        captured = export_flat(module, *arguments, dynamic_shapes, mode).captured
+        leave_casts(captured.graph)
+        return captured
     if frontend == "fx":
         if dynamic_shapes is not None:
             raise CaptureError("dynamic_shapes belongs to frontend='export'; the fx frontend leaves every size open")

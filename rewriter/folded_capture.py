@@ -16,7 +16,7 @@ from resfx.export_capture import export_flat
 from resfx.fold import fold, sift
 from resfx.fx_route import fx_flat
 from resfx.graphed import TRAIN_REFUSAL
-from resfx.inert import handed_back, moved
+from resfx.inert import handed_back, moved, read_outside
 from resfx.leaves import branch_owners, called_paths, leaf_paths
 from resfx.modes import Difference, ModesDiffer, compare, equal_outputs, join_modes, leaf_test
 from resfx.module_calls import module_calls
@@ -88,11 +88,12 @@ def _both_modes(
 ) -> Folded:
     """Fold the train capture and let its glue follow `.training`. Raises ModesDiffer."""
     difference, evaluation = _flat_difference(captured, flat), flat
+    back = handed_back(captured.graph)
     mapping = fold(captured)
     if difference is None:
         evaluation = _export_in(model, args, kwargs, flat, opened, "eval")
-        back = handed_back(evaluation.graph)
-        back = moved(back, fold(evaluation))
+        eval_back = handed_back(evaluation.graph)
+        back = moved(back, mapping) | moved(eval_back, fold(evaluation))
         equal = equal_outputs(captured.calls, evaluation.calls)
         difference = compare(captured.graph, evaluation.graph, lambda node: False, equal, back)
     switched = join_modes(captured.graph_module, difference, evaluation.graph_module, model.training)
@@ -110,7 +111,7 @@ def _flat_difference(captured: Captured, flat: Captured) -> Difference | None:
     The flat graphs are enough where every difference is a constant of one operation (a dropout's flag).
     """
     in_leaf = leaf_test({(call.path, call.index) for call in captured.calls})
-    difference = compare(captured.graph, flat.graph, in_leaf, (), handed_back(flat.graph))
+    difference = compare(captured.graph, flat.graph, in_leaf, (), handed_back(captured.graph) | handed_back(flat.graph))
     unpaired = [node for node in captured.graph.nodes if node not in difference.to_eval and not in_leaf(node)]
     twins = set(difference.to_eval.values())
     eval_only = [node for node in flat.graph.nodes if node not in twins and not in_leaf(node)]
@@ -158,7 +159,8 @@ def _export_leaves(
             kind = type(model.get_submodule(culprit))
             opened |= {path for path in leaves if type(model.get_submodule(path)) is kind}
             continue
-        exported.captured.calls = module_calls(exported.program, exported.unlifted, leaves)
+        calls = module_calls(exported.program, exported.unlifted, leaves)
+        exported.captured.calls = read_outside(exported.captured.graph, calls)
         return exported.captured
 
 

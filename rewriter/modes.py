@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from resfx.captured import ModuleCall
 from resfx.export_route import has_effect, remove_dead
-from resfx.inert import is_same
+from resfx.inert import Back, origin_of
 from resfx.patterns.dialect import call_entries
 from resfx.root import add_constant, free_name
 
@@ -122,12 +122,12 @@ def compare(
     evaluation: fx.Graph,
     in_leaf: Callable[[fx.Node], bool],
     equal: Collection[Pair],
-    back: Mapping[fx.Node, fx.Node],
+    back: Back,
 ) -> Difference:
     """Align two graphs of one model.
 
     Nodes for which `in_leaf` holds live in a leaf, which follows its own flag; `equal` are pairs of leaf outputs, `back`
-    leads from dropouts that are off in eval mode to their inputs.
+    leads from what hands back its input, in either graph, to that input.
     Raises ModesDiffer where the outputs have another structure.
     """
     pairs = _aligned(train, evaluation)
@@ -146,7 +146,9 @@ def compare(
         if node.op in ("placeholder", "get_attr") or in_leaf(node):
             continue
         for a, b in zip(_arguments(node)[0], _arguments(twin)[0], strict=True):
-            if isinstance(a, fx.Node) and (a, b) not in seen and not is_same(b, pairs.get(a), back):
+            if not isinstance(a, fx.Node) or (a, b) in seen or pairs.get(a) is b:
+                continue
+            if pairs.get(origin_of(a, back)) is not origin_of(b, back):
                 seen.add((a, b))
                 difference.selections.append((a, b))
     return difference

@@ -97,3 +97,36 @@ def test_a_size_of_1_that_the_model_treats_apart(axis: int) -> None:
     assert any("treats a size of 1 apart" in note for note in rewritten.residual_map.notes)
     with pytest.raises(resfx.GuardError, match=f"axis {axis}"):
         rewritten(torch.randn(4, 4, 8))
+
+
+class WideNorm(nn.Module):
+    """Computes in float32 and gives back the dtype it got: in a float32 model both casts do nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * y.to(x.dtype)
+
+
+class WideNormNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.f, self.norm2, self.g = WideNorm(), nn.Linear(8, 8), WideNorm(), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.f(self.norm1(x))
+        return x + self.g(self.norm2(x))
+
+
+def test_a_norm_that_casts_stays_a_leaf() -> None:
+    model = WideNormNet()
+    result = resfx.rewrite(model, resfx.Standard(), (X,))
+    called = [node.target for node in result.graph.nodes if node.op == "call_module"]
+    assert called == ["norm1", "f", "norm2", "g"]
+    assert torch.equal(result(X), model(X))
+    half = X.bfloat16()
+    assert torch.equal(result.to(torch.bfloat16)(half), copy.deepcopy(model).to(torch.bfloat16)(half))
