@@ -7,6 +7,7 @@ stream's entry; a state emits calls of `resfx.passes.ops` through its `Stage` an
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import Field, dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
@@ -101,6 +102,8 @@ class Form(ABC):
                 )
             if not _fits(value, known[option]):
                 raise FormError(f"{cls.name}: {option}={value!r} is not of type {known[option].type}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise FormError(f"{cls.name}: {option}={value!r} must be finite")
         return super().__new__(cls)
 
     @abstractmethod
@@ -155,6 +158,8 @@ def _fits(value: object, option: Field[Any]) -> bool:
     kinds = str(option.type).split(" | ")
     if not all(kind in _PLAIN for kind in kinds):
         return True
+    if isinstance(value, bool):  # which Python counts as an int
+        return "bool" in kinds
     return any(isinstance(value, _PLAIN[kind]) for kind in kinds)
 
 

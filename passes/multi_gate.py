@@ -43,6 +43,8 @@ class MultiGate(Form):
         self.require_choice("gate", ("independent", "competitive"))
         self.require(self.streams >= 1, f"streams={self.streams} must be at least 1")
         self.require(self.l_base >= 1, f"l_base={self.l_base} must be at least 1")
+        # Far beyond any use: the gate's bias is then about the same size.
+        self.require(abs(self.b_base) <= 100, f"b_base={self.b_base} must lie between -100 and 100")
         self.require(self.eps > 0, f"eps={self.eps} must be positive")
 
     def inverse_gate(self, mixing_writes: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,13 @@ def test_reading(text: str, form: Form) -> None:
         ("multi_gate(gate=both)", "it is one of independent, competitive"),
         ("multi_gate(streams=0)", "streams=0 must be at least 1"),
         ("scaled_loop(lam=nan)", "must be finite"),
+        ("multi_gate(b_base=nan)", "multi_gate: b_base=nan must be finite"),
+        ("multi_gate(b_base=-1000)", "b_base=-1000.0 must lie between -100 and 100"),
+        ("review(eps=inf)", "eps=inf must be finite"),
+        ("delta(query_init_std=inf)", "query_init_std=inf must be finite"),
+        ("multi_gate(streams=True)", "streams=True is not a value of type int"),
+        ("multi_gate(l_base=0)", "l_base=0 must be at least 1"),
+        ("scaled_loop(tied=True)", "unknown option 'tied'; the valid ones: lam, loops, learnable"),
         ("review(eps=-1)", "must be positive"),
     ],
 )
@@ -78,6 +86,24 @@ def test_refusals(text: str, message: str) -> None:
     with pytest.raises(FormError) as caught:
         from_spec(text)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: MultiGate(streams=True),
+        lambda: DeltaAttention(granularity="block", blocks=True),
+        lambda: AttentionResidual(granularity="block", block_size=2.0),
+        lambda: Review(eps=True),
+        lambda: Highway(convex=1),
+        lambda: ScaledLoop(loops=True),
+        lambda: DeltaAttention(gate=None),
+    ],
+)
+def test_values_of_another_type_are_refused(make: Callable[[], Form]) -> None:
+    """A flag is no number, and a number no flag."""
+    with pytest.raises(FormError, match=r"=(True|1|2\.0|None) is not of type|gate=None is unknown; it is one of none"):
+        make()
 
 
 def test_the_registry_is_the_files() -> None:
