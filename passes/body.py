@@ -14,18 +14,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from resfx.passes.autocast import RegionWriter, regions_of
 from resfx.passes.editor import functional_twin, value_of
 from resfx.passes.layouts import same_shape
 from resfx.passes.terms import event_path
 from resfx.patterns.dialect import CAST, LAYOUT, SHAPE_ONLY, op_name
 from resfx.patterns.streams import Event, Stream, Write
 
-# Calls that change a mode for all nodes after them: they can be moved neither into a body nor out of it.
-_MODE_CALLS: tuple[Any, ...] = (
-    torch.amp.autocast_mode._enter_autocast,
-    torch.amp.autocast_mode._exit_autocast,
-    torch._C._set_grad_enabled,
-)
+# Changes a mode for all nodes after it, with no end of its own: it can be moved neither into a body nor out of it.
+_MODE_CALL: Any = torch._C._set_grad_enabled
 
 
 @dataclass(frozen=True)
@@ -182,8 +179,14 @@ def reason_to_keep(body: Body, stream: Stream, others: Iterable[Stream]) -> str 
         if other.index != stream.index and _runs_through(body, other):
             return f"stream {other.index} runs through it and is no part of one repeat: its state could not be carried round"
     for node in _from_to(body.nodes[0], body.end):
-        if node.op == "call_function" and node.target in _MODE_CALLS:
-            return f"a region of another mode (autocast, no_grad) begins or ends in the middle of it ({node.name})"
+        if node.op == "call_function" and node.target is _MODE_CALL:
+            return f"gradients are turned on or off in the middle of it ({node.name})"
+    regions = regions_of(body.end.graph)
+    around = regions[body.end]
+    crossing = next((n for n in body.nodes if regions[n][: len(around)] != around), None)
+    crossing = crossing or next((n for n in body.late if regions[n] != around), None)
+    if crossing is not None:
+        return f"an autocast region begins or ends in the middle of it ({crossing.name})"
     lost = next((node for node in body.late if not node.users and _writes_in_place(node)), None)
     if lost is not None:
         return f"{lost.name} writes a value of the model in the middle of it, once in every repeat"
@@ -223,7 +226,10 @@ def graph_of(body: Body, modules: dict[str, Node]) -> tuple[Graph, dict[Node, No
     for outside, inside in copies.items():
         inside.meta = {"val": outside.meta.get("val")}
     state.meta["custom"] = dict(body.entry.meta.get("custom", {}))  # its marks: it is the first site's state
+    regions, writer = regions_of(body.end.graph), RegionWriter(graph)
+    around = len(regions[body.end])  # the call of the body stands in these already
     for node in body.nodes:
+        writer.switch(regions[node][around:])
         copies[node] = _copied(graph, node, copies, modules)
     graph.output(tuple(copies[node] for node in (body.end, *body.taps)))
     return graph, copies
