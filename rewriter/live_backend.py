@@ -30,7 +30,7 @@ class LiveBackend:
             return self._compile(graph_module, example_inputs)
         except Exception as error:
             # Dynamo may be told to run plainly where a backend fails: the call must not go unnoticed.
-            self.attachment.failure = error
+            self.attachment.failure = self.attachment.failure or error
             raise
 
     def _compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:

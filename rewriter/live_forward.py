@@ -50,6 +50,7 @@ class LiveForward:
         self.compiled: dict[Any, Callable[..., Any]] = {}
         self.__name__, self.__doc__ = "forward", self.plain.__doc__
         self.__signature__ = inspect.signature(self.plain)
+        self.__code__ = getattr(self.plain, "__code__", None)  # libraries, torch.export too, ask a forward for it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.attachment.active:
