@@ -92,8 +92,9 @@ class EntryCheck:
     def _check_layout(self, port: Port, tensor: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> None:
         for axis, (got, want) in enumerate(zip(tensor.shape, sizes, strict=True)):
             if got != want >= 0:
+                here = "" if port.sizes[axis] == str(want) else f", here {want}"
                 raise InputError(
-                    f"argument `{port.name}`, axis {axis}: size {got}, the package takes {self._shape(port)}, here {want}: "
+                    f"argument `{port.name}`, axis {axis}: size {got}, the package takes {self._shape(port)}{here}: "
                     "compile one with such an example"
                 )
         if tensor.numel() == 0:
