@@ -9,11 +9,15 @@ from __future__ import annotations
 import copy
 import itertools
 import linecache
+from collections.abc import Callable
 from typing import Any, Self
 
+import torch
 from torch import fx, nn
 
 from resfx.capture_errors import CaptureError
+from resfx.fixed_dtypes import FixedDtypes, fixed_dtypes
+from resfx.guards import parameter_dtypes
 
 _numbers = itertools.count()
 
@@ -29,6 +33,7 @@ class GraphedModule(nn.Module):
 
     _graph: fx.Graph
     _train_refusal: str | None
+    _fixed_dtypes: FixedDtypes
     code: str
 
     def __new__(cls, *args: Any, **kwargs: Any) -> GraphedModule:
@@ -67,9 +72,24 @@ class GraphedModule(nn.Module):
             )
         return super().train(mode)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What `.to`, `.half`, `.double` do; nn.Module has no public place for it.
+
+        Raises CaptureError, before anything has moved, where the graph holds a dtype that may have followed the parameters'.
+        """
+        for old in parameter_dtypes(self) & self._fixed_dtypes.keys():
+            new = fn(torch.empty(0, dtype=old)).dtype
+            if new != old:
+                raise CaptureError(
+                    f"this model can't become {new}: {self._fixed_dtypes[old]}, was captured with {old} written down, where the"
+                    f" original may follow the dtype of its values. Rewrite model.to({new}) instead; the result loads this state_dict."
+                )
+        return super()._apply(fn, recurse)
+
     def recompile(self) -> None:
         """Generate forward from the graph as it is now."""
         self._graph.owning_module = self  # type: ignore[assignment]
+        self.__dict__["_fixed_dtypes"] = fixed_dtypes(self, self._graph)
         python = self._graph.python_code("self")
         name = f"<resfx graph {next(_numbers)}>"
         linecache.cache[name] = (len(python.src), None, python.src.splitlines(True), name)

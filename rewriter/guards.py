@@ -92,7 +92,7 @@ class Guards:
         if model is None or not old.is_floating_point:
             return False
         now = parameter_dtypes(model)
-        return new in now and not self.dtypes <= now
+        return new in now and now != self.dtypes and old not in getattr(model, "_fixed_dtypes", ())
 
 
 def parameter_dtypes(model: nn.Module) -> frozenset[torch.dtype]:

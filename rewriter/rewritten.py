@@ -39,7 +39,7 @@ _OWN = ("_origin", "_residual_map")
 def taken_names(model: nn.Module) -> list[str]:
     """Submodules, parameters and buffers at the root of `model` whose names a rewritten model needs itself."""
     blank = fx.GraphModule(nn.Module(), fx.Graph())
-    own = {*dir(Rewritten), *dir(blank), *_OWN, "_train_refusal"} - set(dir(nn.Module()))
+    own = {*dir(Rewritten), *dir(blank), *_OWN, "_train_refusal", "_fixed_dtypes"} - set(dir(nn.Module()))
     return [name for name in (*model._modules, *model._parameters, *model._buffers) if name in own]
 
 

@@ -130,3 +130,64 @@ def test_a_norm_that_casts_stays_a_leaf() -> None:
     assert torch.equal(result(X), model(X))
     half = X.bfloat16()
     assert torch.equal(result.to(torch.bfloat16)(half), copy.deepcopy(model).to(torch.bfloat16)(half))
+
+
+class Casts(nn.Module):
+    """Glue in which a dtype is written down, or follows."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.f, self.g, self.kind = nn.Linear(8, 8), nn.Linear(8, 8), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.f(x)
+        y = self.g(x)
+        if self.kind == "cast":
+            y = y.float().sin().to(x.dtype)
+        if self.kind == "mask":
+            y = y + torch.full((5, 8), torch.finfo(x.dtype).min, dtype=x.dtype).triu(9)
+        if self.kind == "softmax":
+            y = torch.softmax(y, -1, dtype=torch.float32).to(y.dtype)
+        if self.kind == "mode" and self.training:
+            y = y * torch.rand(y.shape[0], 1, 1, dtype=y.dtype)
+        if self.kind == "follows":
+            y = y.sin().type_as(x) + torch.zeros_like(x) + x.new_ones(8)
+        return x + y
+
+
+@pytest.mark.parametrize("kind", ["cast", "mask", "softmax", "mode"])
+def test_a_dtype_in_the_glue_does_not_move_unsaid(kind: str) -> None:
+    model = Casts(kind).eval()
+    result = resfx.rewrite(model, resfx.Review(), (X,))
+    before = {name: value.dtype for name, value in result.state_dict().items()}
+    for dtype in (torch.bfloat16, torch.float64):
+        with pytest.raises(resfx.CaptureError, match=r"torch\.float32 written down"):
+            result.to(dtype)
+    assert {name: value.dtype for name, value in result.state_dict().items()} == before
+    assert torch.equal(result.to("cpu")(X), result.float()(X))
+    half = resfx.rewrite(copy.deepcopy(model).bfloat16(), resfx.Review(), (X.bfloat16(),))
+    half.load_state_dict(result.state_dict())
+    assert half(X.bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_dtype_that_follows_moves() -> None:
+    model = Casts("follows")
+    result = resfx.rewrite(model, resfx.Standard(), (X,)).bfloat16()
+    assert torch.equal(result(X.bfloat16()), copy.deepcopy(model).bfloat16()(X.bfloat16()))
+
+
+def test_a_part_in_another_dtype() -> None:
+    """Torch's own error, or none, as with the original."""
+    model = Net()
+    result = resfx.rewrite(model, resfx.Standard(), (X,))
+    result.get_submodule("f").to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="dtype"):
+        result(X)
+    assert result(X.bfloat16()).dtype == torch.bfloat16
+    wide = WideNormNet()
+    result = resfx.rewrite(wide, resfx.Standard(), (X,))
+    for module in (wide, result):
+        for child in module.children():
+            child.to(torch.bfloat16)
+    half = X.bfloat16()
+    assert torch.equal(result(half), wide(half))

@@ -1,0 +1,40 @@
+"""Floating dtypes that a capture wrote down: after `.to(dtype)` they may be wrong, and the graph can't tell.
+
+`y.to(x.dtype)` and `y.float()` are one and the same in a float32 model. A dtype that no parameter has is meant as it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from resfx.modes import ModeSwitch
+from resfx.patterns.dialect import module_path, source_of
+
+FixedDtypes = dict[torch.dtype, str]
+
+
+def fixed_dtypes(module: nn.Module, graph: fx.Graph) -> FixedDtypes:
+    """Every floating dtype that is written down in `graph`, or in a graph that it calls, and where."""
+    found: FixedDtypes = {}
+    for node in _nodes(module, graph):
+        for value in pytree.tree_leaves((node.args, node.kwargs)):
+            if isinstance(value, torch.dtype) and value.is_floating_point:
+                name = str(getattr(node.target, "__name__", node.target))
+                found.setdefault(value, f"`{name}` at `{module_path(node) or 'root'}`, {source_of(node) or node.name}")
+    return found
+
+
+def _nodes(module: nn.Module, graph: fx.Graph) -> Iterator[fx.Node]:
+    for node in graph.nodes:
+        yield node
+        value: object = module
+        for name in str(node.target).split(".") if node.op in ("call_module", "get_attr") else ():
+            value = getattr(value, name, None)
+        if isinstance(value, ModeSwitch):
+            yield from (*value.in_train.graph.nodes, *value.in_eval.graph.nodes)
+        if node.op == "get_attr" and isinstance(value, fx.GraphModule):
+            yield from _nodes(value, value.graph)
