@@ -11,7 +11,7 @@ from torch import nn
 from resfx.export.call import Call, make_call, unique_names
 from resfx.export.capture import capture
 from resfx.export.compare import tolerance_for
-from resfx.export.errors import UnsupportedDtypeError
+from resfx.export.errors import InputError, UnsupportedDtypeError
 from resfx.export.feeds import feeds_for
 from resfx.export.onnx_check import UNSUPPORTED, check_runs
 from resfx.export.onnx_functions import functions_for
@@ -52,6 +52,7 @@ def to_onnx(
     DynamicDimError, OnnxExportError, OnnxRunError, OutputMismatchError: all subclasses of ResfxError.
     """
     target = checked_path(path)
+    _check_options(opset, dynamic_shapes, functions, tolerance)
     model = check_module(model)
     call = make_call(model, args, kwargs)
     if check:
@@ -85,3 +86,17 @@ def _refuse_dtypes(model: nn.Module, call: Call) -> None:
         f"{culprit}, and ONNX Runtime's CPU provider has no matrix product for it: export model.float() with float32 "
         "inputs, or pass check=False to write the file without running it"
     )
+
+
+def _check_options(opset: Any, dynamic_shapes: Any, functions: Any, tolerance: Any) -> None:
+    """Raises InputError for an option of another kind, before anything runs."""
+    if opset is not None and (type(opset) is not int or opset < 1):
+        raise InputError(f"opset={opset!r} is no number of an operator set: write opset=18, or leave it out")
+    if dynamic_shapes is not None and not isinstance(dynamic_shapes, (Mapping, Sequence)):
+        raise InputError(
+            f"dynamic_shapes={dynamic_shapes!r}: write a dict by argument name, as for torch.export.export"
+        )
+    if functions is not None and not isinstance(functions, Mapping):
+        raise InputError(f"functions={functions!r}: write a dict of torch op -> onnxscript function")
+    if tolerance is not None and (isinstance(tolerance, bool) or not isinstance(tolerance, (int, float))):
+        raise InputError(f"tolerance={tolerance!r} is no number: write for example tolerance=1e-4")

@@ -29,6 +29,10 @@ def rewritten(**options: Any) -> resfx.Rewritten:
     return resfx.rewrite(Net(), resfx.Review(), (X,), **options)
 
 
+def to_onnx(**options: Any) -> None:
+    resfx.export.to_onnx(Net(), "never_written.onnx", (X,), **options)
+
+
 JOBS: list[tuple[Callable[[], Any], type[resfx.ResfxError], str]] = [
     (lambda: resfx.find(torch.jit.trace(Net(), (X,)), (X,)), resfx.NotAModule, "TorchScript"),
     (lambda: resfx.rewrite(torch.jit.trace(Net(), (X,)), resfx.Review(), (X,)), resfx.NotAModule, "TorchScript"),
@@ -43,6 +47,11 @@ JOBS: list[tuple[Callable[[], Any], type[resfx.ResfxError], str]] = [
     (lambda: resfx.Review(eps=None), resfx.FormError, "eps=None"),
     (lambda: resfx.DeltaAttention(query_init_std="a"), resfx.FormError, "query_init_std"),
     (lambda: resfx.export.to_onnx(Net(), None, (X,)), resfx.ResfxError, "name a file"),  # type: ignore[arg-type]
+    (lambda: to_onnx(opset="a"), resfx.ResfxError, "opset='a'"),
+    (lambda: to_onnx(opset=True), resfx.ResfxError, "opset=True"),
+    (lambda: to_onnx(tolerance="x"), resfx.ResfxError, "tolerance='x'"),
+    (lambda: to_onnx(functions=3), resfx.ResfxError, "functions=3"),
+    (lambda: to_onnx(dynamic_shapes=5), resfx.ResfxError, "dynamic_shapes=5"),
     (lambda: pickle.dumps(rewritten()), resfx.NotOnRewritten, r"resfx\.save"),
 ]
 
