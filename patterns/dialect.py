@@ -158,12 +158,16 @@ _TORCH = torch.__path__[0] + os.sep
 
 
 def source_of(node: Node) -> str:
-    """`file:line` of the innermost frame outside the torch package, "" where the graph carries no trace."""
+    """`file:line` of the innermost frame outside the torch package; inside, where a model of torch's own has no other.
+
+    "" where the graph carries no trace.
+    """
     trace = node.meta.get("stack_trace") or node.stack_trace or ""
-    for file, line in reversed(_FRAME.findall(trace)):
-        if not file.startswith((_TORCH, "<")):  # "<eval_with_key>" is generated code
-            return f"{file}:{line}"
-    return ""
+    frames = [
+        frame for frame in _FRAME.findall(trace) if not frame[0].startswith("<")
+    ]  # "<eval_with_key>" is generated
+    outside = [frame for frame in frames if not frame[0].startswith(_TORCH)]
+    return ":".join((outside or frames)[-1]) if frames else ""
 
 
 # torch.export's own entry on nodes that no module made.

@@ -7,6 +7,7 @@ come from one method of the tracer, which is private in its name and documented 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import traceback
@@ -14,10 +15,12 @@ from collections.abc import Iterator
 from types import FrameType
 from unittest import mock
 
+import torch
 from torch import fx
 
 from resfx.failure import is_machinery
 
+_LAYERS = os.path.join(os.path.dirname(torch.__file__), "nn", "modules") + os.sep
 _GENERATED = "<eval_with_key>"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
@@ -30,9 +33,14 @@ def whole_stack_traces() -> Iterator[None]:
 
 
 def _model_frames(_tracer: fx.proxy.TracerBase, summary: traceback.StackSummary) -> traceback.StackSummary:
-    """The frames below the first `forward` that are not torch's own; lines of generated code replaced by what they came from."""
+    """The frames below the first `forward` that are not torch's own; lines of generated code replaced by what they came from.
+
+    A model of torch's own, such as nn.TransformerEncoder, has no others: then the lines of its layers are kept.
+    """
     first = next((i for i, frame in enumerate(summary) if frame.name == "forward"), len(summary))
     kept = [f for f in summary[first:] if not is_machinery(f.filename)]
+    if not kept:
+        kept = [f for f in summary[first:] if f.filename.startswith(_LAYERS) and not f.filename.endswith("module.py")]
     if any(f.filename.startswith(_GENERATED) for f in kept):
         live = _live_frames()
         kept = [original for f in kept for original in _originals(f, live)]

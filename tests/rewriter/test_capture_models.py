@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import linecache
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from capture_helpers import assert_same, fold_model, tensors
 from torch import nn
 
+import resfx
 from resfx.capture import capture
 
 transformers = pytest.importorskip("transformers")
@@ -134,3 +136,15 @@ def test_tied_weights_stay_tied() -> None:
     graphed, _ = fold_model(model, (), {"input_ids": ids(2, 5)})
     twin = copy.deepcopy(graphed)
     assert twin.get_parameter("lm_head.weight") is twin.get_parameter("transformer.wte.weight")
+
+
+def test_a_model_of_torchs_own_has_source_lines() -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    found = resfx.find(model, (torch.randn(2, 5, 8),))
+    for site in found.sites:
+        file, _, line = site.source.rpartition(":")
+        assert file.endswith("transformer.py")
+        text = "".join(linecache.getlines(file)[int(line) - 1 : int(line) + 1])  # the sum may go over two lines
+        assert "+ self._sa_block" in text or "+ self._ff_block" in text
+    assert len({site.source for site in found.sites}) == 2
