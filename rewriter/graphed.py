@@ -84,7 +84,8 @@ class GraphedModule(nn.Module):
                     f"this model can't become {new}: {self._fixed_dtypes[old]}, was captured with {old} written down, where the"
                     f" original may follow the dtype of its values. Rewrite model.to({new}) instead; the result loads this state_dict."
                 )
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def recompile(self) -> None:
         """Generate forward from the graph as it is now."""

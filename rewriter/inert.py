@@ -66,13 +66,15 @@ def leave_casts(graph: fx.Graph) -> None:
 
     A norm that casts its input would seem to cast the stream that goes on beside it.
     """
-    for node in graph.nodes:
-        if _is_cast_to_itself(node):
-            own = call_entries(node)
-            source: fx.Node = node.all_input_nodes[0]
-            node.replace_all_uses_with(
-                source, delete_user_cb=lambda user, own=own: call_entries(user)[: len(own)] != own
-            )
+    back = {node: source for node, source in handed_back(graph).items() if _is_cast_to_itself(node)}
+    for node in back:
+        own = call_entries(node)
+        source = back[node]
+        while source in back and call_entries(source)[: len(own)] == own:
+            source = back[source]
+        for user in list(node.users):
+            if call_entries(user)[: len(own)] != own:
+                user.replace_input_with(node, source)
 
 
 def read_outside(graph: fx.Graph, calls: Sequence[ModuleCall]) -> list[ModuleCall]:
@@ -88,7 +90,9 @@ def read_outside(graph: fx.Graph, calls: Sequence[ModuleCall]) -> list[ModuleCal
         while source in back and owner in call_entries(source) and source not in outputs[owner]:
             source = back[source]
         inputs[node] = source
-        node.replace_all_uses_with(source, delete_user_cb=lambda user, owner=owner: owner not in call_entries(user))
+        for user in list(node.users):
+            if owner not in call_entries(user):
+                user.replace_input_with(node, source)
     return [_with(call, inputs) for call in calls]
 
 

@@ -107,7 +107,7 @@ class WideNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.float()
+        y = x.contiguous().float()
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
         return self.weight * y.to(x.dtype)
 
