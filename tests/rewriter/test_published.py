@@ -43,6 +43,25 @@ def test_golden_numbers_and_back() -> None:
     assert back[FIRST + "norm.weight"].equal(torch.ones(64))
 
 
+def test_block_names_and_back() -> None:
+    """In block form the first sites read one source only: they have no parameters, the published file has."""
+    case = "qwen3_delta_block_nb4"
+    form = resfx.DeltaAttention(granularity="block", blocks=4, official_sources=True)
+    raw, inputs, refs = golden.load(case)
+    ids = torch.tensor(inputs["input_ids"])
+    model = resfx.rewrite(stock().double(), form, (), {"input_ids": ids})
+    state = {name: torch.tensor(value) for name, value in raw.items()}
+    model.load_state_dict(resfx.published_to_residual(state, model))
+    # The library's RoPE is float32 in any model; test_golden_qwen3.py goes to 1e-9.
+    assert golden.error(model(input_ids=ids).logits.detach(), refs["logits"]) <= TOLERANCE["float32"]
+
+    back = resfx.residual_to_published(model)
+    assert back.keys() == state.keys()
+    filled = {name.partition("_res_")[0] for name, value in back.items() if not value.equal(state[name])}
+    assert filled <= {"model.layers.0.attn", "model.layers.0.mlp", "model.layers.1.attn"}
+    assert {name.split(".")[2] for name in model.residual_map.parameters} == {"3", "4", "5", "6", "7"}
+
+
 def test_what_does_not_fit() -> None:
     state = published()
     query = state.pop("model.layers.3.mlp_res_proj.weight")
