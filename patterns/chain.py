@@ -14,6 +14,7 @@ from resfx.patterns import dialect
 from resfx.patterns.dialect import ACTIVATION, LAYOUT, NORM, POINTWISE, data_inputs, op_name
 from resfx.patterns.dominators import immediate_dominators
 from resfx.patterns.facts import Facts, identity_operand
+from resfx.patterns.slices import parts_in_place
 from resfx.patterns.streams import Cast, Event, Layout, Scale, Side, Site, Term, Transition
 from resfx.patterns.sums import terms_of
 
@@ -91,7 +92,17 @@ class Chain:
         name = op_name(node)
         if name in NORM or name in ACTIVATION:
             return self._unary_step(node)
+        if name == "cat":
+            return self._parts_step(node)
         return self._pointwise_step(node)
+
+    def _parts_step(self, node: Node) -> Event | None:
+        """A norm on a part of the state, which is put back in its place."""
+        found = parts_in_place(node)
+        if found is None or found[0] in self._facts.static:
+            return None
+        before, nodes = found
+        return Transition(before, node, tuple(sorted(set(nodes), key=self._facts.order.__getitem__)))
 
     def _unary_step(self, node: Node) -> Event | None:
         operand = node.args[0] if node.args else None

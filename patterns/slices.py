@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 from torch.fx import Node
 
-from resfx.patterns.dialect import SLICE, SPLIT, op_name
-from resfx.patterns.facts import identity_operand, is_open_end
+from resfx.patterns.dialect import ACTIVATION, CAST, NORM, SLICE, SPLIT, op_name, same_shape
+from resfx.patterns.facts import identity_operand, is_open_end, is_whole_slice
+
+_PART_STEPS = NORM | ACTIVATION | CAST | {"slice"}
 
 
 def slice_base(node: Node) -> Node | None:
@@ -82,6 +84,51 @@ def _concatenates(user: Node, part: Node, updated: Node) -> bool:
         for p in pieces
         if p is not updated
     )
+
+
+def parts_in_place(cat: Node) -> tuple[Node, list[Node]] | None:
+    """(the value, the nodes after it up to `cat`) where `cat` joins all parts of one value again, each in its place.
+
+    A norm, an activation or a cast may have worked on a part: `cat([norm(x[:, :1]), x[:, 1:]], 1)`.
+    """
+    whole: Node | None = None
+    nodes: list[Node] = []
+    position: object = 0
+    listed = cat.args[0] if cat.args else ()
+    for piece in listed if isinstance(listed, (list, tuple)) else ():
+        part = _unary_source(piece, nodes)
+        base = slice_base(part) if part is not None else None
+        if part is None or base is None or op_name(part) != "slice":
+            return None
+        dim, start, end, step = _where(part.args[1:])
+        if (dim, start, step) != (cat.args[1] if len(cat.args) > 1 else 0, position, 1):
+            return None
+        source = _without_whole_slices(base, nodes)
+        if whole not in (None, source):
+            return None
+        whole, position = source, end
+    if whole is None or position is not None or not same_shape(whole, cat):
+        return None
+    return whole, [*nodes, cat]
+
+
+def _unary_source(piece: object, passed: list[Node]) -> Node | None:
+    """The slice that `piece` was made of by norms, activations and casts; those and the slice go into `passed`."""
+    while isinstance(piece, Node):
+        passed.append(piece)
+        if op_name(piece) == "slice" and not is_whole_slice(piece):
+            return piece
+        if op_name(piece) not in _PART_STEPS:
+            return None
+        piece = piece.args[0] if piece.args else None
+    return None
+
+
+def _without_whole_slices(node: Node, passed: list[Node]) -> Node:
+    while is_whole_slice(node) and isinstance(node.args[0], Node):
+        passed.append(node)
+        node = node.args[0]
+    return node
 
 
 def _pieces(cat: Node) -> Iterator[Node]:
