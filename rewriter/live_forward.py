@@ -9,6 +9,7 @@ import copy
 import inspect
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ def _enter(gate: LiveForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         )
     attachment = gate.attachment
     attachment.failure = None
-    with running(attachment):
+    with running(attachment), _whole_graphs():
         try:
             return _checked(gate, _compiled(gate), args, kwargs)
         except Exception as error:
@@ -94,6 +95,14 @@ def _enter(gate: LiveForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             if own is None or own is error:
                 raise
             raise own from error
+
+
+def _whole_graphs() -> AbstractContextManager[Any]:
+    """Under DistributedDataParallel, Dynamo cuts graphs at the borders of gradient buckets, and so streams: not here."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return nullcontext()
+    patched: AbstractContextManager[Any] = torch._dynamo.config.patch(optimize_ddp=False)
+    return patched
 
 
 def _checked(gate: LiveForward, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
