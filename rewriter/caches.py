@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from resfx import libraries
 from resfx.captured import Mode
 from resfx.environment import capturing
+from resfx.export.quiet import quiet_failure
 from resfx.export.run import preserved_buffers
 
 
@@ -32,7 +33,7 @@ def cache_notes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 def _on_fake_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The output's structure, at no cost. FakeTensorMode, what torch.export itself runs a model on, has no public name."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
+    with quiet_failure(), FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
         args, kwargs = pytree.tree_map_only(torch.Tensor, fake.from_tensor, (args, kwargs))
         return model(*args, **kwargs)
 

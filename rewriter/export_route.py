@@ -17,6 +17,7 @@ from resfx.grad_mode import cut_gradients
 from resfx.guards import Guards, build_guards
 from resfx.regions import inline_regions
 from resfx.root import add_constant, free_name, graft, graph_target
+from resfx.tidy import forget_kept_dtypes
 from resfx.tracepoints import Tracepoint, resolve_tracepoints
 
 _PLACED = (InputKind.PARAMETER, InputKind.BUFFER)
@@ -52,6 +53,7 @@ def unlift(program: torch.export.ExportedProgram, model: nn.Module) -> Unlifted:
     inline_regions(module, bodies, origin, result.parents, result.notes)
     result.tracepoints = resolve_tracepoints(module.graph, origin)
     remove_asserts(module.graph)
+    forget_kept_dtypes(module.graph)
     result.functional = functionalize(module)
     result.notes.extend(result.functional.notes)
     if cut_gradients(module.graph):

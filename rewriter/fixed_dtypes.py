@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from torch import fx, nn
@@ -20,7 +21,7 @@ FixedDtypes = dict[torch.dtype, str]
 def fixed_dtypes(module: nn.Module, graph: fx.Graph) -> FixedDtypes:
     """Every floating dtype that is written down in `graph`, or in a graph that it calls, and where."""
     found: FixedDtypes = {}
-    for node in _nodes(module, graph):
+    for node in chain(graph.nodes, *(inner.graph.nodes for inner in inner_graphs(module, graph))):
         for value in pytree.tree_leaves((node.args, node.kwargs)):
             if isinstance(value, torch.dtype) and value.is_floating_point:
                 name = str(getattr(node.target, "__name__", node.target))
@@ -28,13 +29,14 @@ def fixed_dtypes(module: nn.Module, graph: fx.Graph) -> FixedDtypes:
     return found
 
 
-def _nodes(module: nn.Module, graph: fx.Graph) -> Iterator[fx.Node]:
+def inner_graphs(module: nn.Module, graph: fx.Graph) -> Iterator[fx.GraphModule]:
+    """The graphs that `graph` calls: of mode switches and of branches (torch.cond)."""
     for node in graph.nodes:
-        yield node
         value: object = module
         for name in str(node.target).split(".") if node.op in ("call_module", "get_attr") else ():
             value = getattr(value, name, None)
         if isinstance(value, ModeSwitch):
-            yield from (*value.in_train.graph.nodes, *value.in_eval.graph.nodes)
+            yield from (value.in_train, value.in_eval)
         if node.op == "get_attr" and isinstance(value, fx.GraphModule):
-            yield from _nodes(value, value.graph)
+            yield value
+            yield from inner_graphs(value, value.graph)

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from resfx.capture_errors import CaptureError
+from resfx.devices import follow, moves_of
 from resfx.fixed_dtypes import FixedDtypes, fixed_dtypes
 from resfx.guards import parameter_dtypes
 
@@ -73,7 +74,7 @@ class GraphedModule(nn.Module):
         return super().train(mode)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """What `.to`, `.half`, `.double` do; nn.Module has no public place for it.
+        """What `.to`, `.half`, `.cuda` do; nn.Module has no public place for it. Devices in the graph go with the parameters.
 
         Raises CaptureError, before anything has moved, where the graph holds a dtype that may have followed the parameters'.
         """
@@ -84,7 +85,11 @@ class GraphedModule(nn.Module):
                     f"this model can't become {new}: {self._fixed_dtypes[old]}, was captured with {old} written down, where the"
                     f" original may follow the dtype of its values. Rewrite model.to({new}) instead; the result loads this state_dict."
                 )
+        moves = moves_of(self, fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if moves:
+            follow(self, self._graph, moves)
+            self.recompile()
         return self
 
     def recompile(self) -> None:
