@@ -80,9 +80,9 @@ class _Unlawful(Exception):
 
 
 def export_around(
-    model: nn.Module, attempt: Attempt, export: Callable[[Attempt], T]
+    model: nn.Module, attempt: Attempt, export: Callable[[Attempt], T], leaves: Sequence[str] | None
 ) -> tuple[T, Attempt, Exception | None]:
-    """Export by one attempt; kinds of submodules whose own code stops the export stay eager.
+    """Export by one attempt; kinds of submodules whose own code stops the export stay eager: in a second capture only its `leaves`.
 
     Returns the program, the attempt with what stays eager, and what the first of them failed with. Raises what the first one failed
     with where that does not help.
@@ -94,12 +94,16 @@ def export_around(
                 return export(attempt), attempt, first
         except Exception as error:
             first = first or error
-            more = _untraceable(model, error, attempt)
+            more = [path for path in _untraceable(model, error, attempt) if leaves is None or _is_in(path, leaves)]
             if not more:
                 if first is error:
                     raise
                 raise first from error
             attempt = replace(attempt, eager=(*attempt.eager, *more))
+
+
+def _is_in(path: str, leaves: Sequence[str]) -> bool:
+    return any(path == leaf or path.startswith(leaf + ".") for leaf in leaves)
 
 
 def second_route(tries: Sequence[Attempt]) -> list[Attempt]:

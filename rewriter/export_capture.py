@@ -63,7 +63,8 @@ def export_flat(
             else list(attempts(parameters, args, kwargs, dynamic_shapes))
         )
         try:
-            exported = _first_success(model, tries, parameters, (args, kwargs), mode, preserve)
+            leaves = None if only is None else preserve
+            exported = _first_success(model, tries, parameters, (args, kwargs), mode, preserve, leaves)
         except CaptureError as error:
             _blame_asked(model, parameters, (args, kwargs), mode, asked, error)
             raise
@@ -116,12 +117,13 @@ def _first_success(
     example: tuple[tuple[Any, ...], dict[str, Any]],
     mode: Mode,
     preserve: Sequence[str],
+    leaves: Sequence[str] | None = None,
 ) -> Exported:
     first: Exception | None = None
     one_is_apart = False
     for asked in (*tries, *second_route(tries)):
         try:
-            program, attempt, untraced = export_around(model, asked, lambda a: _export(model, a, preserve))
+            program, attempt, untraced = export_around(model, asked, lambda a: _export(model, a, preserve), leaves)
         except Exception as error:
             first = first or error
             if is_data_dependent(error) or is_unknown_output(error):

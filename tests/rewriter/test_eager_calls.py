@@ -108,6 +108,20 @@ class CompilerAware(nn.Module):
         return x + self.linear(x * mask[:, None])
 
 
+class LayerDrop(nn.Module):
+    """Skips layers by chance while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if not self.training or torch.rand([]) > 0.5:
+                x = x + layer(x)
+        return x
+
+
 class Recasting(nn.Module):
     """Casts its own layer on the way, which torch.export can't follow."""
 
@@ -180,6 +194,16 @@ def test_a_stream_that_cannot_be_traced_is_an_error(inner: type[nn.Module]) -> N
         assert "inner" in str(caught.value)
     with pytest.raises(resfx.CaptureError):
         resfx.find(EarlyExit(), (x(),))
+
+
+def test_a_stream_stays_in_the_graph_where_only_train_mode_cannot_be_traced() -> None:
+    model = Wrapped(LayerDrop()).eval()
+    result = resfx.rewrite(model, resfx.DeltaAttention(), (x(),), warm_start=True)
+    assert torch.allclose(result(x(3)), model(x(3)), atol=1e-6)
+    assert any("train mode does not trace" in note for note in result.residual_map.notes)
+    assert not any("eager" in note for note in result.residual_map.notes)
+    with pytest.raises(resfx.CaptureError, match="train mode does not trace"):
+        result.train()(x())
 
 
 def test_what_writes_its_input_is_no_opaque_call() -> None:
