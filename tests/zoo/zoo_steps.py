@@ -27,6 +27,7 @@ Report: TypeAlias = Callable[[str, Result], None]
 
 FORMS: dict[str, Callable[[], resfx.Form]] = {"delta": resfx.DeltaAttention, "multigate": resfx.MultiGate}
 TOLERANCE = 1e-5
+VISIBLE = 1e-6  # relative: well above what float32 rounds away
 # Where transformers returns a key/value cache or a state, which a rewritten model does not keep.
 CACHE_FIELDS = ("past_key_values", "cache", "cache_params")
 
@@ -182,6 +183,7 @@ def perturbed_steps(subject: Subject, result: nn.Module) -> dict[str, Result]:
     A gradient that is not zero at the perturbed point says so; the others are changed one by one.
     """
     model = copy.deepcopy(result).eval()
+    wake(model)
     perturb(model)
     args, kwargs = subject.args, subject.kwargs
     silent: list[str] = []
@@ -190,13 +192,13 @@ def perturbed_steps(subject: Subject, result: nn.Module) -> dict[str, Result]:
         torch.manual_seed(0)
         loss_of(run(model, args, kwargs)).backward()
         graded = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        silent.extend(n for n in new_parameters(model) if n not in graded or not graded[n].abs().max() > 1e-9)
+        silent.extend(n for n in new_parameters(model) if n not in graded or not graded[n].abs().max() > VISIBLE)
         wrong = [name for name, gradient in graded.items() if not torch.isfinite(gradient).all()]
         return passed(not wrong, f"not finite: {wrong[:5]}")
 
     def parameters() -> Result:
         before = outputs(model, args, kwargs)
-        dead = [name for name in silent if not distance(outputs(changed(model, name), args, kwargs), before) > 1e-7]
+        dead = [name for name in silent if not distance(outputs(changed(model, name), args, kwargs), before) > VISIBLE]
         count = len(new_parameters(model))
         return passed(not dead, f"{len(dead)} of {count} change nothing: {dead[:5]}")
 
@@ -272,6 +274,15 @@ def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
+def wake(model: nn.Module) -> None:
+    """Layer scales of 1e-5 and zero gates, which would hide every change, get sizes of 0.2 to 0.5."""
+    generator = torch.Generator().manual_seed(4)
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not name.startswith("residual.") and not parameter.abs().max() > 1e-2:
+            parameter.copy_(0.2 + 0.3 * torch.rand(parameter.shape, generator=generator))
+
+
+@torch.no_grad()
 def perturb(model: nn.Module) -> None:
     """Every element away from its start by 0.2 to 0.5, either way: a zero query reads nothing, a zero gate hides all."""
     generator = torch.Generator().manual_seed(3)
@@ -281,8 +292,9 @@ def perturb(model: nn.Module) -> None:
 
 
 def loss_of(found: dict[str, Tensor]) -> Tensor:
-    """A scalar that depends on every element with a weight of its own."""
+    """A scalar that depends on every element with a weight of its own, relative to the size of its output."""
     parts = [value.nan_to_num(0.0, 0.0, 0.0).double().flatten() for value in found.values()]
+    parts = [part / part.detach().norm().clamp_min(1e-12) for part in parts]
     return torch.stack([(part * torch.linspace(-1, 1, part.numel(), dtype=part.dtype)).sum() for part in parts]).sum()
 
 
