@@ -180,7 +180,8 @@ def compared(plain: nn.Module, result: nn.Module, args: Any, kwargs: Any) -> Res
 def perturbed_steps(subject: Subject, result: nn.Module) -> dict[str, Result]:
     """gradients: finite everywhere. parameters: each new one changes the output.
 
-    A gradient that is not zero at the perturbed point says so; the others are changed one by one.
+    A gradient well above the noise at the perturbed point says so; the others are changed one by one, and by much: branches that
+    a model starts with small weights say little.
     """
     model = copy.deepcopy(result).eval()
     wake(model)
@@ -209,7 +210,7 @@ def changed(model: nn.Module, name: str) -> nn.Module:
     other = copy.deepcopy(model)
     with torch.no_grad():
         parameter = other.get_parameter(name)
-        parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
+        parameter += 100 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
     return other
 
 
