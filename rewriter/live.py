@@ -11,6 +11,7 @@ from resfx.attached import Attachment, Backend
 from resfx.capture import check_module, example_call
 from resfx.live_forward import LiveForward, inner_backend
 from resfx.live_known import LiveError, owner_path, settle
+from resfx.live_registered import register
 from resfx.passes import Form, FormError
 from resfx.patterns import ResidualMap
 from resfx.rewritten import Rewritten
@@ -40,6 +41,7 @@ def attach(
     """
     _check(model, form)
     inner_backend(backend)
+    register()
     positional, keyword = example_call(args, kwargs)
     settled = settle(model, form, positional, keyword, select, streams, warm_start)
     attachment = Attachment(model, settled.streams, backend, settled.residual_map)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from resfx.attached import Attachment
+from resfx.live_cache import cacheable
 from resfx.live_graph import LiveGraph
 from resfx.live_known import KnownStream, LiveError
 from resfx.live_match import at_known_places, break_line, match
@@ -46,7 +47,9 @@ class LiveBackend:
             return self._plain(graph_module, example_inputs)
         _rewrite(graph, attachment, pairs, found)
         result, inputs = graph.finish()
-        return _bound(attachment, self.inner(result, inputs), graph.added, [stream.index for stream, _ in pairs])
+        with cacheable(result.graph, {stream.form for stream, _ in pairs}):
+            compiled = self.inner(result, inputs)
+        return _bound(attachment, compiled, graph.added, [stream.index for stream, _ in pairs])
 
     def _plain(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         compiled: Compiled = self.inner(graph_module, list(example_inputs))

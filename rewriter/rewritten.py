@@ -91,8 +91,8 @@ class Rewritten(GraphedModule):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Not here: a captured graph has no key-value cache. Errors: NotOnRewritten."""
         raise NotOnRewritten(
-            "a rewritten model has no generate(): its graph was captured without a cache. That is the job of the live mode, "
-            "resfx.attach, which this version does not have yet; until then call the model on the whole sequence for every token."
+            "a rewritten model has no generate(): its graph was captured without a cache. resfx.attach(model, form, args) rewrites"
+            " the original model in place, cache and generate() included; this model's state_dict() fits it."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -173,3 +173,21 @@ def test_an_attached_model_is_not_pickled_nor_exported(pair: Pair) -> None:
         pickle.dumps(pair.live)
     with pytest.raises(resfx.LiveError, match=r"resfx\.rewrite"):
         torch.export.export(pair.live, (live_toys.inputs(),))
+
+
+def test_the_registered_backend_compiles_what_is_around_it(pair: Pair) -> None:
+    x = live_toys.inputs()
+
+    @torch.compile(backend="resfx", options={"backend": "eager"})
+    def step(value: torch.Tensor) -> Any:
+        return (pair.live(value * 2) * 3).sum()
+
+    assert_close([step(x)], [(pair.static(x * 2) * 3).sum()])
+    plain = torch.compile(live_toys.model(), backend="resfx", options={"backend": "eager"})
+    with pytest.warns(UserWarning, match=r"stays plain \(4 sites from .*live_toys"):
+        plain(x)
+
+
+def test_generate_of_a_static_rewrite_names_attach(pair: Pair) -> None:
+    with pytest.raises(resfx.NotOnRewritten, match=r"resfx\.attach"):
+        pair.static.generate()

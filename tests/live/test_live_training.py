@@ -156,12 +156,3 @@ def test_a_quantised_leaf_that_dynamo_cannot_trace_is_named() -> None:
     quantised = torch.ao.quantization.quantize_dynamic(live, {nn.Linear}, dtype=torch.qint8)
     with torch.no_grad(), pytest.raises(resfx.LiveError, match=r"quantized/dynamic/modules/linear\.py"):
         quantised(x)
-
-
-@pytest.mark.slow
-def test_inductor_as_the_static_rewrite() -> None:
-    pair = Pair(lambda: live_toys.model().double(), FORM, (live_toys.inputs().double(),), backend="inductor")
-    for batch, length in ((2, 5), (3, 9), (4, 11), (1, 1)):
-        pair.assert_same(live_toys.inputs(batch, length).double(), tolerance=1e-9)
-    mine, theirs = losses(pair.live.float(), 20), losses(pair.static.float(), 20)
-    assert mine == pytest.approx(theirs, rel=1e-4)
