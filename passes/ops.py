@@ -1,20 +1,22 @@
 """The functions that the forms put into a graph: plain torch code, no state, parameters as arguments.
 
 Shapes: `h` and every source have the stream's shape, with D entries on axis `dim`; vectors are [D], matrices [out, in].
-Statistics, softmax and gates are computed in float32 for half-precision inputs and otherwise in the input's own dtype,
-decided when the function runs; autocast is off inside; results have the dtype of `h`.
+Statistics, softmax and gates are computed in the dtype of `resfx.passes.statistics`; autocast is off inside; results have the
+dtype of `h`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from resfx.passes.routing import mixture
+from resfx.passes.statistics import along, full_precision, inverse_rms, wide
 
 Scalar = float | Tensor
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -33,54 +35,11 @@ def _example(example: Callable[..., object]) -> Callable[[_F], _F]:
     return attach
 
 
-def _full_precision(x: Tensor) -> AbstractContextManager[object]:
-    """No autocast inside. Entered only where autocast is on, so that a plain export stays free of autocast regions."""
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):  # torch knows no autocast for meta tensors
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
-
-
-def _wide(x: Tensor) -> Tensor:
-    """`x` in the dtype that statistics are computed in."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-def _along(vector: Tensor, like: Tensor, dim: int) -> Tensor:
-    """[D] shaped so that it broadcasts along axis `dim` of `like`."""
-    if dim in (-1, like.dim() - 1):
-        return vector
-    shape = [1] * like.dim()
-    shape[dim] = -1
-    return vector.reshape(shape)
-
-
-def _inverse_rms(v: Tensor, eps: float, dim: int) -> Tensor:
-    return torch.rsqrt((v * v).mean(dim, keepdim=True) + eps)
-
-
 def _linear(x: Tensor, weight: Tensor, dim: int) -> Tensor:
     """Mix axis `dim` by `weight` [out, in] (a 1x1 convolution where `dim` is the channel axis)."""
     if dim in (-1, x.dim() - 1):
         return F.linear(x, weight)
     return F.linear(x.movedim(dim, -1), weight).movedim(-1, dim)
-
-
-def routing_weights(
-    sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int
-) -> tuple[Tensor, ...]:
-    """softmax_i(query . (rms(v_i) * key_norm)), one weight per token and source, never stacking the sources."""
-    key = _wide(query) * _wide(key_norm)
-    scores = []
-    for source in sources:
-        v = _wide(source)
-        scores.append(_inverse_rms(v, eps, dim) * (v * _along(key, v, dim)).sum(dim, keepdim=True))
-    return torch.stack(scores).softmax(0).unbind(0)
-
-
-def _routed(sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int) -> Tensor:
-    weights = routing_weights(sources, query, key_norm, eps, dim)
-    return reduce(torch.add, [a * _wide(v) for a, v in zip(weights, sources, strict=True)])
 
 
 def _like_state(h: Tensor, *_: object) -> Tensor:
@@ -103,57 +62,57 @@ def routed_read(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """sum_i a_i v_i, a = softmax_i(query . (rms(v_i) * key_norm)), in `dtype`, else in that of the first source."""
-    with _full_precision(sources[0]):
-        return _routed(sources, query, key_norm, eps, dim).to(dtype or sources[0].dtype)
+    with full_precision(sources[0]):
+        return mixture(sources, query, key_norm, eps, dim).to(dtype or sources[0].dtype)
 
 
 @_example(_like_state)
 def delta_read(h: Tensor, sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int) -> Tensor:
     """h + sum_i a_i v_i, a = softmax_i(query . (rms(v_i) * key_norm))."""
-    with _full_precision(h):
-        return (_wide(h) + _routed(sources, query, key_norm, eps, dim)).to(h.dtype)
+    with full_precision(h):
+        return (wide(h) + mixture(sources, query, key_norm, eps, dim)).to(h.dtype)
 
 
 def single_read(h: Tensor, source: Tensor) -> Tensor:
     """h + v: a routed read over one source, whose weight is 1."""
-    return (_wide(h) + _wide(source)).to(h.dtype)
+    return (wide(h) + wide(source)).to(h.dtype)
 
 
 def expand_source(vector: Tensor, h: Tensor, dim: int) -> Tensor:
     """A learned source [D], the same for every token."""
-    return _along(vector, h, dim).expand_as(h)
+    return along(vector, h, dim).expand_as(h)
 
 
 @_example(_like_state)
 def scalar_gate(h: Tensor, read: Tensor, logit: Tensor) -> Tensor:
     """(1 - g) h + g read, g = sigmoid(logit [])."""
-    with _full_precision(h):
-        return _blend(h, read, torch.sigmoid(_wide(logit)))
+    with full_precision(h):
+        return _blend(h, read, torch.sigmoid(wide(logit)))
 
 
 @_example(_like_state)
 def vector_gate(h: Tensor, read: Tensor, weight: Tensor, bias: Tensor, dim: int) -> Tensor:
     """(1 - g) h + g read, g = sigmoid(weight [D, D] h + bias [D])."""
-    with _full_precision(h):
+    with full_precision(h):
         return _blend(h, read, channel_gate(h, weight, bias, dim))
 
 
 @_example(_like_state)
 def blend(plain: Tensor, value: Tensor, amount: Tensor) -> Tensor:
     """plain + amount (value - plain), amount []: the warm start, and Delta's alpha gate."""
-    with _full_precision(plain):
-        return _blend(plain, value, _wide(amount))
+    with full_precision(plain):
+        return _blend(plain, value, wide(amount))
 
 
 def _blend(plain: Tensor, value: Tensor, amount: Tensor) -> Tensor:
-    wide = _wide(plain)
-    return (wide + amount * (_wide(value) - wide)).to(plain.dtype)
+    start = wide(plain)
+    return (start + amount * (wide(value) - start)).to(plain.dtype)
 
 
 def channel_gate(h: Tensor, weight: Tensor, bias: Tensor, dim: int) -> Tensor:
     """g = sigmoid(W h + b), W [D, D], b [D]; in the dtype of statistics."""
-    wide = _wide(h)
-    return torch.sigmoid(_linear(wide, _wide(weight), dim) + _along(_wide(bias), wide, dim))
+    state = wide(h)
+    return torch.sigmoid(_linear(state, wide(weight), dim) + along(wide(bias), state, dim))
 
 
 @_example(_like_state)
@@ -161,32 +120,32 @@ def review_write(
     h: Tensor, u: Tensor, weight: Tensor, bias: Tensor, eps: float, dim: int, factor: float = 1.0
 ) -> Tensor:
     """h + factor r u, r = sigmoid(W [rms(h), rms(u)] + b), W [D, 2D], b [D]."""
-    with _full_precision(h):
+    with full_precision(h):
         gate = review_gate(h, u, weight, bias, eps, dim)
-        return (_wide(h) + factor * gate * _wide(u)).to(h.dtype)
+        return (wide(h) + factor * gate * wide(u)).to(h.dtype)
 
 
 def review_gate(h: Tensor, u: Tensor, weight: Tensor, bias: Tensor, eps: float, dim: int) -> Tensor:
     """r = sigmoid(W [rms(h), rms(u)] + b), W [D, 2D], b [D]; in the dtype of statistics."""
-    wide_h, wide_u, w = _wide(h), _wide(u), _wide(weight)
+    wide_h, wide_u, w = wide(h), wide(u), wide(weight)
     d = w.shape[0]
-    from_h = _linear(wide_h * _inverse_rms(wide_h, eps, dim), w[:, :d], dim)
-    from_u = _linear(wide_u * _inverse_rms(wide_u, eps, dim), w[:, d:], dim)
-    return torch.sigmoid(from_h + from_u + _along(_wide(bias), wide_h, dim))
+    from_h = _linear(wide_h * inverse_rms(wide_h, eps, dim), w[:, :d], dim)
+    from_u = _linear(wide_u * inverse_rms(wide_u, eps, dim), w[:, d:], dim)
+    return torch.sigmoid(from_h + from_u + along(wide(bias), wide_h, dim))
 
 
 @_example(_like_state)
 def highway_write(h: Tensor, u: Tensor, weight: Tensor, bias: Tensor, dim: int, factor: float = 1.0) -> Tensor:
     """h + factor g u, g = sigmoid(W h + b), W [D, D], b [D]."""
-    with _full_precision(h):
+    with full_precision(h):
         gate = channel_gate(h, weight, bias, dim)
-        return (_wide(h) + factor * gate * _wide(u)).to(h.dtype)
+        return (wide(h) + factor * gate * wide(u)).to(h.dtype)
 
 
 @_example(_like_state)
 def convex_highway_write(h: Tensor, u: Tensor, weight: Tensor, bias: Tensor, dim: int) -> Tensor:
     """(1 - g) h + g u, g = sigmoid(W h + b), W [D, D], b [D]."""
-    with _full_precision(h):
+    with full_precision(h):
         return _blend(h, u, channel_gate(h, weight, bias, dim))
 
 
@@ -199,9 +158,9 @@ def scaled_write(h: Tensor, u: Tensor, factor: float, loops: int = 1) -> Tensor:
 @_example(_like_state)
 def learned_scaled_write(h: Tensor, u: Tensor, lam: Tensor, divisor: float, loops: int = 1) -> Tensor:
     """h + lam / (divisor loops) u, lam []. The divisor is rounded to lam's dtype: lam = divisor loops means exactly 1."""
-    with _full_precision(h):
-        factor = _wide(lam) / _wide(lam.new_full((), divisor * loops))
-        return (_wide(h) + factor * _wide(u)).to(h.dtype)
+    with full_precision(h):
+        factor = wide(lam) / wide(lam.new_full((), divisor * loops))
+        return (wide(h) + factor * wide(u)).to(h.dtype)
 
 
 def _like_pool(streams: Sequence[Tensor], *rest: object) -> Tensor:
@@ -212,9 +171,9 @@ def _like_pool(streams: Sequence[Tensor], *rest: object) -> Tensor:
 @_example(_like_pool)
 def pool(streams: Sequence[Tensor], w_alpha: Tensor, eps: float, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """sum_i p_i s_i, p = softmax_i(w_alpha . rms(s_i) / sqrt(D)), in `dtype`, else in that of the first stream."""
-    with _full_precision(streams[0]):
+    with full_precision(streams[0]):
         weights = pool_weights(streams, w_alpha, eps, dim)
-        pooled = reduce(torch.add, [p * _wide(s) for p, s in zip(weights, streams, strict=True)])
+        pooled = reduce(torch.add, [p * wide(s) for p, s in zip(weights, streams, strict=True)])
         return pooled.to(dtype or streams[0].dtype)
 
 
@@ -239,7 +198,7 @@ def independent_mix(
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     """s_i <- (1 - b_i) s_i + b_i u, b_i = sigmoid(w_beta . rms(s_i) / sqrt(D) + b_beta_i). Dtype as in `pool`."""
-    with _full_precision(u):
+    with full_precision(u):
         gates = independent_gates(streams, w_beta, b_beta, eps, dim)
         return _mixed(streams, u, gates, dtype or streams[0].dtype)
 
@@ -258,7 +217,7 @@ def competitive_mix(
 
     Dtype as in `pool`.
     """
-    with _full_precision(u):
+    with full_precision(u):
         gates = competitive_gates(streams, w_beta, forget, eps, dim)
         return _mixed(streams, u, gates, dtype or streams[0].dtype)
 
@@ -266,28 +225,28 @@ def competitive_mix(
 def independent_gates(streams: Sequence[Tensor], w_beta: Tensor, b_beta: Tensor, eps: float, dim: int) -> list[Tensor]:
     """b_i = sigmoid(w_beta . rms(s_i) / sqrt(D) + b_beta_i), one per token and stream."""
     logits = _logits(streams, w_beta, eps, dim)
-    return [torch.sigmoid(z + b) for z, b in zip(logits, _wide(b_beta).unbind(0), strict=True)]
+    return [torch.sigmoid(z + b) for z, b in zip(logits, wide(b_beta).unbind(0), strict=True)]
 
 
 def competitive_gates(streams: Sequence[Tensor], w_beta: Tensor, forget: Tensor, eps: float, dim: int) -> list[Tensor]:
     """softmax([forget, w_beta . rms(s_1) / sqrt(D), ..]) without its first entry."""
     logits = _logits(streams, w_beta, eps, dim)
-    first = _wide(forget).reshape([1] * logits[0].dim()).expand_as(logits[0])
+    first = wide(forget).reshape([1] * logits[0].dim()).expand_as(logits[0])
     return list(torch.stack([first, *logits]).softmax(0).unbind(0)[1:])
 
 
 def _mixed(streams: Sequence[Tensor], u: Tensor, gates: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    wide_u = _wide(u)
-    return [(_wide(s) + g * (wide_u - _wide(s))).to(dtype) for s, g in zip(streams, gates, strict=True)]
+    wide_u = wide(u)
+    return [(wide(s) + g * (wide_u - wide(s))).to(dtype) for s, g in zip(streams, gates, strict=True)]
 
 
 def _logits(streams: Sequence[Tensor], w: Tensor, eps: float, dim: int) -> list[Tensor]:
     """w . rms(s_i) / sqrt(D) per token and stream."""
-    vector = _wide(w) / w.shape[0] ** 0.5
+    vector = wide(w) / w.shape[0] ** 0.5
     logits = []
     for stream in streams:
-        s = _wide(stream)
-        logits.append(_inverse_rms(s, eps, dim) * (s * _along(vector, s, dim)).sum(dim, keepdim=True))
+        s = wide(stream)
+        logits.append(inverse_rms(s, eps, dim) * (s * along(vector, s, dim)).sum(dim, keepdim=True))
     return logits
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resfx.passes import ops
+from resfx.passes import ops, routing
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Probe:
 
 
 def _delta_read(h: Tensor, sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int) -> Probe:
-    return Probe(weights=ops.routing_weights(sources, query, key_norm, eps, dim))
+    return Probe(weights=routing.weights(sources, query, key_norm, eps, dim))
 
 
 def _routed_read(
     sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int, dtype: torch.dtype | None = None
 ) -> Probe:
-    return Probe(weights=ops.routing_weights(sources, query, key_norm, eps, dim))
+    return Probe(weights=routing.weights(sources, query, key_norm, eps, dim))
 
 
 def _pool(streams: Sequence[Tensor], w_alpha: Tensor, eps: float, dim: int, dtype: torch.dtype | None = None) -> Probe:
