@@ -34,6 +34,7 @@ class KnownSite:
     source: str
     branch_id: int
     repeats: int
+    params: frozenset[str]  # the names of the Parameters its branches used at attach
 
     @property
     def place(self) -> tuple[str, str]:
@@ -42,7 +43,10 @@ class KnownSite:
 
 @dataclass(frozen=True)
 class KnownStream:
-    """A stream that is rewritten: `chosen` are the indices of its selected sites, `axis` its feature axis."""
+    """A stream that is rewritten: `chosen` are the indices of its selected sites, `axis` its feature axis.
+
+    `rate`: what the learning rate of its branches is multiplied by.
+    """
 
     index: int
     sites: tuple[KnownSite, ...]
@@ -50,6 +54,7 @@ class KnownStream:
     form: Form
     chosen: frozenset[int]
     warm: bool
+    rate: float
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,15 @@ def settle(
     insist = streams is not None or select is not None
     told = residual_report(untouched, outcomes, set(before) if insist else set(), flat.graph_module)
     known = [
-        KnownStream(o.stream, before[o.stream], found.streams[o.stream].axis, form, frozenset(o.sites), warm_start)
+        KnownStream(
+            index=o.stream,
+            sites=before[o.stream],
+            axis=found.streams[o.stream].axis,
+            form=form,
+            chosen=frozenset(o.sites),
+            warm=warm_start,
+            rate=1.0 if warm_start else form.learning_rate_factor(found.streams[o.stream]),
+        )
         for o in outcomes
         if isinstance(o, Applied)
     ]
@@ -102,7 +115,7 @@ def settle(
 
 
 def _sites(stream: Stream) -> tuple[KnownSite, ...]:
-    return tuple(KnownSite(s.path, s.source, s.branch_id, s.repeats) for s in stream.sites)
+    return tuple(KnownSite(s.path, s.source, s.branch_id, s.repeats, s.params) for s in stream.sites)
 
 
 def owner_path(model: nn.Module, sites: Sequence[KnownSite]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from resfx.applying import reapply
+from resfx.passes.parameters import ParameterTree
 from resfx.patterns import ResfxError
 from resfx.rewritten import Rewritten
 from resfx.selection import SelectionError, Streams
@@ -41,6 +42,11 @@ def require_rewritten(model: nn.Module, verb: str) -> Rewritten:
     """`model`, known to be rewritten. Errors: NotRewritten with what to pass instead."""
     if isinstance(model, Rewritten):
         return model
+    if isinstance(model._modules.get("residual"), ParameterTree):
+        raise NotRewritten(
+            f"a {type(model).__name__} that resfx.attach has rewritten can't be {verb}: it is still the original. Its state_dict() holds"
+            " all of it; resfx.detach gives the plain model back"
+        )
     inside = next((path for path, module in model.named_modules() if isinstance(module, Rewritten)), None)
     hint = f"pass the module it wraps, its `{inside}`" if inside else "pass what resfx.rewrite or resfx.load returned"
     raise NotRewritten(f"a {type(model).__name__} is not rewritten and can't be {verb}: {hint}")

@@ -17,6 +17,7 @@ from resfx.find import capture_notes
 from resfx.folded_capture import capture_folded
 from resfx.graphed import TRAIN_REFUSAL
 from resfx.passes import Form, FormError, Plan
+from resfx.passes.parameters import ParameterTree
 from resfx.patterns import NoResidualFound, Searched, Stream, open_modules, refresh, search
 from resfx.provenance import already, rewritten_forms
 from resfx.rewritten import Rewritten, taken_names
@@ -113,6 +114,8 @@ def _check(model: nn.Module, form: Form) -> None:
         raise RewriteError(
             f"this program was {already(earlier)}; rewrite the model it was made from, or use what resfx.save wrote of the first rewrite"
         )
+    if isinstance(model._modules.get("residual"), ParameterTree) and not isinstance(model, Rewritten):
+        raise RewriteError(f"the {type(model).__name__} is attached (resfx.attach): resfx.detach it before the rewrite")
     if not isinstance(model, Rewritten) and hasattr(model, "residual"):
         raise RewriteError(
             f"{type(model).__name__} already has an attribute `residual`, where the new parameters go; rename it before the rewrite"

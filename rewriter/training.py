@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from resfx.passes import Plan
+from resfx.live import attachment_of
 from resfx.passes.parameters import ParameterTree
 from resfx.patterns import ResfxError
 from resfx.rewritten import Rewritten
@@ -91,19 +91,27 @@ def _factors(model: nn.Module) -> dict[int, float]:
     """What the learning rate is multiplied by, for the parameters where a form says so; the smallest where several do."""
     factors: dict[int, float] = {}
     for module in model.modules():
-        if not isinstance(module, Rewritten):
-            continue
-        for plan in module.origin.plans:
-            factor = 1.0 if plan.warm_start else plan.form.learning_rate_factor(plan.stream)
-            for parameter in _branch_parameters(module, plan) if factor != 1 else ():
+        for factor, names in _scaled_branches(module):
+            for parameter in _branch_parameters(module, names):
                 factors[id(parameter)] = min(factor, factors.get(id(parameter), factor))
     return factors
 
 
-def _branch_parameters(model: Rewritten, plan: Plan) -> Iterator[nn.Parameter]:
-    """The parameters of the chosen sites' branches, and what has been put beside them since (an adapter)."""
-    sites = [site for site in plan.stream.sites if plan.select is None or plan.select(site)]
-    names = frozenset[str]().union(*(site.params for site in sites))
+def _scaled_branches(module: nn.Module) -> Iterator[tuple[float, frozenset[str]]]:
+    """A factor and the names of the parameters of the chosen sites' branches, for each stream whose form asks for one."""
+    for plan in module.origin.plans if isinstance(module, Rewritten) else ():
+        factor = 1.0 if plan.warm_start else plan.form.learning_rate_factor(plan.stream)
+        sites = [site for site in plan.stream.sites if plan.select is None or plan.select(site)]
+        if factor != 1:
+            yield factor, frozenset[str]().union(*(site.params for site in sites))
+    attachment = attachment_of(module)
+    for stream in attachment.streams if attachment is not None and attachment.model is module else ():
+        if stream.rate != 1:
+            yield stream.rate, frozenset[str]().union(*(stream.sites[index].params for index in stream.chosen))
+
+
+def _branch_parameters(model: nn.Module, names: frozenset[str]) -> Iterator[nn.Parameter]:
+    """The parameters of these names, and what has been put beside them since (an adapter)."""
     owners = tuple(f"{owner}." for name in names if (owner := name.rpartition(".")[0]))
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in names or name.startswith(owners):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import live_toys
@@ -148,3 +149,11 @@ def test_selected_sites_only() -> None:
     pair = Pair(live_toys.model, FORM, (live_toys.inputs(),), select="stack.layers.1*")
     pair.assert_same(live_toys.inputs())
     assert {name.split(".")[2] for name in pair.live.state_dict() if name.startswith("residual.")} == {"2", "3"}
+
+
+def test_an_attached_model_given_to_the_static_mode(tmp_path: Path) -> None:
+    model = attached()
+    with pytest.raises(resfx.RewriteError, match=r"resfx\.detach"):
+        resfx.rewrite(model, FORM, (live_toys.inputs(),))
+    with pytest.raises(resfx.NotRewritten, match="state_dict"):
+        resfx.save(model, tmp_path / "folder")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import live_toys
 import pytest
 import torch
+import transformers
 from live_helpers import Pair, assert_close, perturb, worst
 from live_transformers import DECODERS, tokens
 from torch import nn
@@ -156,3 +158,33 @@ def test_a_quantised_leaf_that_dynamo_cannot_trace_is_named() -> None:
     quantised = torch.ao.quantization.quantize_dynamic(live, {nn.Linear}, dtype=torch.qint8)
     with torch.no_grad(), pytest.raises(resfx.LiveError, match=r"quantized/dynamic/modules/linear\.py"):
         quantised(x)
+
+
+def test_scaled_loop_has_the_learning_rates_of_the_static_rewrite() -> None:
+    pair = Pair(live_toys.model, resfx.ScaledLoop(learnable=True), (live_toys.inputs(),))
+
+    def rates(model: nn.Module) -> list[tuple[str, float, int]]:
+        return [(g["name"], g["lr"], len(g["params"])) for g in resfx.parameter_groups(model, lr=0.1)]
+
+    assert rates(pair.live) == rates(pair.static)
+    assert len({rate for _, rate, _ in rates(pair.live)}) == 2
+
+
+def test_the_trainer_of_transformers(tmp_path: Path) -> None:
+    """accelerate puts autocast around forward; the loss falls, and the new parameters learn."""
+    pytest.importorskip("accelerate")
+    model = DECODERS["gpt2"]()
+    resfx.attach(model, FORM, (), {"input_ids": tokens()}, backend="eager")
+    before = {name: value.clone() for name, value in model.state_dict().items() if name.startswith("residual.")}
+    data = [{"input_ids": row, "labels": row} for row in tokens(8, 6)]
+    options: dict[str, Any] = {"max_steps": 20, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "bf16": True}
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), **options, use_cpu=True, report_to=[], save_strategy="no", logging_steps=5, disable_tqdm=True,
+        gradient_accumulation_steps=2, gradient_checkpointing=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
+    trainer.train()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged[-1] < logged[0]
+    after = model.state_dict()
+    assert all(not torch.equal(value, after[name]) for name, value in before.items())
