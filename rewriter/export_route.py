@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,14 +53,23 @@ def unlift(program: torch.export.ExportedProgram, model: nn.Module) -> Unlifted:
     result = Unlifted(module, inputs, origin)
     inline_regions(module, bodies, origin, result.parents, result.notes)
     result.tracepoints = resolve_tracepoints(module.graph, origin)
-    remove_asserts(module.graph)
+    arguments = _arguments(program, result)
+    remove_asserts(module.graph, arguments)
     forget_kept_dtypes(module.graph)
     result.functional = functionalize(module)
     result.notes.extend(result.functional.notes)
     if cut_gradients(module.graph):
         result.notes.append("some operations run with gradients off; their inputs are detached")
-    remove_dead(module.graph)
+    remove_dead(module.graph, arguments)
     return result
+
+
+def _arguments(program: torch.export.ExportedProgram, unlifted: Unlifted) -> set[fx.Node]:
+    """What the calls with a kept signature are given: needed when they are folded, also where only its sizes count."""
+    signatures = [entry.signature for entry in program.module_call_graph if entry.signature is not None]
+    names = {a.name for signature in signatures for a in signature.inputs if not isinstance(a, ConstantArgument)}
+    values = {value for point in unlifted.tracepoints for value in point.values if isinstance(value, fx.Node)}
+    return values | {node for (_, name), node in unlifted.origin.items() if name in names}
 
 
 def _user_placeholders(
@@ -164,22 +174,22 @@ _ASSERTS = (
 )
 
 
-def remove_asserts(graph: fx.Graph) -> None:
-    """Drop run-time assertions; what they say about inputs is checked once at entry."""
+def remove_asserts(graph: fx.Graph, keep: Collection[fx.Node]) -> None:
+    """Drop run-time assertions, and what they alone read; what they say about inputs is checked once at entry."""
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function" or node.users:
             continue
         if str(getattr(node.target, "__name__", node.target)).split(".")[0] in _ASSERTS:
             graph.erase_node(node)
-    remove_dead(graph)
+    remove_dead(graph, keep)
 
 
 _PURE_MODULES = ("_operator", "operator", "math", "builtins", "torch", "resfx.fold", "resfx.grad_mode")
 
 
-def remove_dead(graph: fx.Graph) -> None:
-    """Erase unused nodes; placeholders and nodes with an effect stay."""
-    graph.eliminate_dead_code(is_impure_node=has_effect)
+def remove_dead(graph: fx.Graph, keep: Collection[fx.Node] = ()) -> None:
+    """Erase unused nodes; placeholders, nodes with an effect and those of `keep` stay."""
+    graph.eliminate_dead_code(is_impure_node=lambda node: node in keep or has_effect(node))
 
 
 def has_effect(node: fx.Node) -> bool:

@@ -276,11 +276,15 @@ def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def wake(model: nn.Module) -> None:
-    """Layer scales of 1e-5 and zero gates, which would hide every change, get sizes of 0.2 to 0.5."""
+    """What would hide every change grows: layer scales of 1e-5 and zero gates to 0.2 to 0.5, a small start of a matrix to the usual."""
     generator = torch.Generator().manual_seed(4)
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not name.startswith("residual.") and not parameter.abs().max() > 1e-2:
+        if not parameter.is_floating_point() or name.startswith("residual."):
+            continue
+        if not parameter.abs().max() > 1e-2:
             parameter.copy_(0.2 + 0.3 * torch.rand(parameter.shape, generator=generator))
+        elif parameter.dim() > 1 and parameter.std() < 0.5 * (usual := parameter[0].numel() ** -0.5):
+            parameter *= usual / parameter.std()
 
 
 @torch.no_grad()
