@@ -279,7 +279,7 @@ def wake(model: nn.Module) -> None:
     """What would hide every change grows: layer scales of 1e-5 and zero gates to 0.2 to 0.5, a small start of a matrix to the usual."""
     generator = torch.Generator().manual_seed(4)
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point() or name.startswith("residual."):
+        if not (parameter.numel() and parameter.is_floating_point()) or name.startswith("residual."):
             continue
         if not parameter.abs().max() > 1e-2:
             parameter.copy_(0.2 + 0.3 * torch.rand(parameter.shape, generator=generator))
