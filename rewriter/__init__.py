@@ -30,6 +30,7 @@ from resfx.revert import NotRewritten, revert
 from resfx.rewrite import rewrite
 from resfx.rewritten import NotOnRewritten, Rewritten
 from resfx.selection import SelectionError
+from resfx.sharding import shard_units
 from resfx.training import TrainingError, parameter_groups
 
 __all__ = [
@@ -76,6 +77,7 @@ __all__ = [
     "revert",
     "rewrite",
     "save",
+    "shard_units",
 ]
 
 for _name, _function in ONNX_FUNCTIONS.items():
