@@ -63,14 +63,14 @@ def routed_read(
 ) -> Tensor:
     """sum_i a_i v_i, a = softmax_i(query . (rms(v_i) * key_norm)), in `dtype`, else in that of the first source."""
     with full_precision(sources[0]):
-        return mixture(sources, query, key_norm, eps, dim).to(dtype or sources[0].dtype)
+        return mixture(sources, query, key_norm, eps, dim, dtype=dtype or sources[0].dtype)
 
 
 @_example(_like_state)
 def delta_read(h: Tensor, sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int) -> Tensor:
     """h + sum_i a_i v_i, a = softmax_i(query . (rms(v_i) * key_norm))."""
     with full_precision(h):
-        return (wide(h) + mixture(sources, query, key_norm, eps, dim)).to(h.dtype)
+        return mixture(sources, query, key_norm, eps, dim, dtype=h.dtype, onto=h)
 
 
 def single_read(h: Tensor, source: Tensor) -> Tensor:

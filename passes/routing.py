@@ -31,12 +31,25 @@ def weights(sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: flo
     return _Scores(sources, wide(query) * wide(key_norm), eps, dim).weights
 
 
-def mixture(sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int) -> Tensor:
-    """sum_i a_i v_i over sources like the stream, in the dtype of statistics; `query` and `key_norm` are [D]."""
+def mixture(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_norm: Tensor,
+    eps: float,
+    dim: int,
+    *,
+    dtype: torch.dtype,
+    onto: Tensor | None = None,
+) -> Tensor:
+    """onto + sum_i a_i v_i, a = softmax_i(query . (rms(v_i) * key_norm)), rounded once, to `dtype`.
+
+    Sources and `onto` are like the stream, `query` and `key_norm` are [D].
+    """
     key = wide(query) * wide(key_norm)
-    if _needs_plain_ops([key, *sources]):
-        return _mix(_Scores(sources, key, eps, dim))
-    mixed: Tensor = _Mixture.apply(eps, dim, key, *sources)
+    tensors = [*sources] if onto is None else [onto, *sources]
+    if _needs_plain_ops([key, *tensors]):
+        return _mix(_Scores(sources, key, eps, dim), onto, dtype)
+    mixed: Tensor = _Mixture.apply(eps, dim, dtype, onto is not None, key, *_distinct(tensors))
     return mixed
 
 
@@ -52,12 +65,16 @@ class _Scores:
         self.weights = torch.stack(self.scores).softmax(0).unbind(0)
 
 
-def _mix(known: _Scores) -> Tensor:
-    return reduce(torch.add, [a * v for a, v in zip(known.weights, known.values, strict=True)])
+def _mix(known: _Scores, onto: Tensor | None, dtype: torch.dtype) -> Tensor:
+    terms = [a * v for a, v in zip(known.weights, known.values, strict=True)]
+    mixed = reduce(torch.add, terms)
+    return (mixed if onto is None else wide(onto) + mixed).to(dtype)
 
 
 def _needs_plain_ops(tensors: Sequence[Tensor]) -> bool:
-    """An exported graph holds no gradients of its own, and forward-mode derivatives are torch's."""
+    """Without a backward there is none to derive, an exported graph holds none, and forward-mode derivatives are torch's."""
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        return True
     if torch.compiler.is_exporting():
         return True
     if torch.compiler.is_compiling():
@@ -65,19 +82,33 @@ def _needs_plain_ops(tensors: Sequence[Tensor]) -> bool:
     return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)  # type: ignore[no-untyped-call]
 
 
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views in place of repeated tensors (the first state is a source too): torch.compile takes each argument once."""
+    found: list[Tensor] = []
+    for tensor in tensors:
+        found.append(tensor.view_as(tensor) if any(tensor is other for other in found) else tensor)
+    return found
+
+
 class _Mixture(torch.autograd.Function):
-    """sum_i a_i v_i; its backward is written in differentiable operations of the inputs, so second derivatives are right."""
+    """`mixture`; its backward is written in differentiable operations of the inputs, so second derivatives are right.
+
+    A narrow `g` is never widened as a whole: each product promotes it. A widened copy with so many readers would be stored by a compiler.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(eps: float, dim: int, key: Tensor, *sources: Tensor) -> Tensor:
-        return _mix(_Scores(sources, key, eps, dim))
+    def forward(eps: float, dim: int, dtype: torch.dtype, has_state: bool, key: Tensor, *tensors: Tensor) -> Tensor:
+        sources = tensors[1:] if has_state else tensors
+        return _mix(_Scores(sources, key, eps, dim), tensors[0] if has_state else None, dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.eps, ctx.dim, *tensors = inputs
-        ctx.save_for_backward(*tensors)
+        ctx.eps, ctx.dim, ctx.has_state = inputs[0], inputs[1], inputs[3]
+        tensors = inputs[5:]
+        ctx.state_dtype = tensors[0].dtype
+        ctx.save_for_backward(inputs[4], *(tensors[1:] if ctx.has_state else tensors))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -92,7 +123,8 @@ class _Mixture(torch.autograd.Function):
             slope = a * (p - mean) * c
             to_sources.append((a * g + slope * k - (slope * z * c / size) * v).to(source.dtype))
             to_key.append(slope * v)
-        return None, None, _per_feature(reduce(torch.add, to_key), dim), *to_sources
+        to_state = [g.to(ctx.state_dtype)] if ctx.has_state else []
+        return None, None, None, None, _per_feature(reduce(torch.add, to_key), dim), *to_state, *to_sources
 
 
 def _per_feature(x: Tensor, dim: int) -> Tensor:

@@ -24,7 +24,7 @@ def inputs(dim: int, dtype: torch.dtype = torch.float64, count: int = 4) -> tupl
 
 
 def plain(key: Tensor, *sources: Tensor, dim: int = -1) -> Tensor:
-    """The read as a formula over stacked sources."""
+    """The state plus the read, as a formula over stacked sources."""
     v = torch.stack([wide(source) for source in sources])
     axis = dim if dim < 0 else dim + 1
     shape = [1] * v.dim()
@@ -32,17 +32,19 @@ def plain(key: Tensor, *sources: Tensor, dim: int = -1) -> Tensor:
     key = wide(key).reshape(shape)
     rms = v * torch.rsqrt((v * v).mean(axis, keepdim=True) + EPS)
     a = (rms * key).sum(axis, keepdim=True).softmax(0)
-    return (a * v).sum(0)
+    return v[0] + (a * v).sum(0)
 
 
 def ours(key: Tensor, *sources: Tensor, dim: int = -1) -> Tensor:
-    return routing.mixture(sources, key, torch.ones_like(key), EPS, dim)
+    """The first source is added once more, as a state is."""
+    ones = torch.ones_like(key)
+    return routing.mixture(sources, key, ones, EPS, dim, dtype=wide(key).dtype, onto=sources[0])
 
 
 def gradients(read, tensors: tuple[Tensor, ...], dim: int) -> list[Tensor]:  # type: ignore[no-untyped-def]
     out = read(*tensors, dim=dim)
-    probe = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).reshape(out.shape).sin()
-    return [out, *torch.autograd.grad((out * probe).sum(), tensors)]
+    g = torch.linspace(-1, 2, out.numel()).reshape(out.shape).sin().bfloat16().to(out.dtype)  # the same in every dtype
+    return [out, *torch.autograd.grad(out, tensors, g)]
 
 
 @pytest.mark.parametrize("dim", [-1, 1])
@@ -52,6 +54,19 @@ def test_gradients_are_those_of_the_formula(dim: int, backend: str | None) -> No
     read = ours if backend is None else torch.compile(ours, backend=backend, fullgraph=True)
     for actual, expected in zip(gradients(read, tensors, dim), gradients(plain, tensors, dim), strict=True):
         assert relative(actual, expected) < 1e-12
+
+
+def test_compiled_without_gradients() -> None:
+    tensors = inputs(-1)
+    read = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert relative(read(*tensors), plain(*tensors)) < 1e-12
+    frozen = [t.detach() for t in tensors]
+    assert relative(read(*frozen), plain(*tensors)) < 1e-12
+    partly = [frozen[0], *tensors[1:]]
+    (gradient,) = torch.autograd.grad(read(*partly).sum(), partly[1:2])
+    (expected,) = torch.autograd.grad(plain(*partly).sum(), partly[1:2])
+    assert relative(gradient, expected) < 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -64,6 +79,23 @@ def test_gradients_of_half_precision_are_rounded_once(dtype: torch.dtype) -> Non
     for a, e, t in zip(actual, expected, halves, strict=True):
         assert a.dtype == t.dtype
         assert relative(a.double(), e) < torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_read_without_a_state(dtype: torch.dtype) -> None:
+    """Its result is rounded once, and so are the gradients that a narrow one gives."""
+    key, *sources = inputs(-1, dtype)
+    exact = tuple(t.detach().double().requires_grad_() for t in (key, *sources))
+
+    def read(key: Tensor, *sources: Tensor, dim: int) -> Tensor:
+        return ops.routed_read(sources, key, torch.ones_like(key), EPS, dim)
+
+    def formula(key: Tensor, *sources: Tensor, dim: int) -> Tensor:
+        return plain(key, *sources, dim=dim) - sources[0]
+
+    for actual, expected in zip(gradients(read, (key, *sources), -1), gradients(formula, exact, -1), strict=True):
+        assert actual.dtype == dtype
+        assert relative(actual.double(), expected) < (1e-12 if dtype == torch.float64 else 2**-7)
 
 
 def test_first_and_second_derivatives_numerically() -> None:
