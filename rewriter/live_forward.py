@@ -9,7 +9,7 @@ import copy
 import inspect
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ def _enter(gate: LiveForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         )
     attachment = gate.attachment
     attachment.failure = None
-    with running(attachment), _whole_graphs():
+    with running(attachment), _tracing():
         try:
             return _checked(gate, _compiled(gate), args, kwargs)
         except Exception as error:
@@ -97,11 +97,15 @@ def _enter(gate: LiveForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             raise own from error
 
 
-def _whole_graphs() -> AbstractContextManager[Any]:
-    """Under DistributedDataParallel, Dynamo cuts graphs at the borders of gradient buckets, and so streams: not here."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return nullcontext()
-    patched: AbstractContextManager[Any] = torch._dynamo.config.patch(optimize_ddp=False)
+def _tracing() -> AbstractContextManager[Any]:
+    """How Dynamo traces an attached model.
+
+    Under DistributedDataParallel it would cut graphs at the borders of gradient buckets, and so streams. And it would not notice a
+    hook that a submodule gets after the first call.
+    """
+    patched: AbstractContextManager[Any] = torch._dynamo.config.patch(
+        optimize_ddp=False, skip_nnmodule_hook_guards=False
+    )
     return patched
 
 
@@ -116,7 +120,8 @@ def _checked(gate: LiveForward, function: Callable[..., Any], args: tuple[Any, .
         raise LiveError(
             f"module `{gate.path or 'the root'}` ran plainly: Dynamo gave up on it, or is switched off. Too many recompilations are"
             " the usual cause: set torch._dynamo.config.recompile_limit higher, or mark the sizes that change with"
-            " torch._dynamo.mark_dynamic; TORCH_LOGS=recompiles tells which"
+            " torch._dynamo.mark_dynamic; TORCH_LOGS=recompiles tells which. A torch.func transform around the call is another: that"
+            " needs resfx.rewrite"
         )
     return result
 

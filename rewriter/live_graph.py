@@ -50,14 +50,15 @@ class LiveGraph:
     def finish(self) -> tuple[fx.GraphModule, list[Any]]:
         """The edited graph as Dynamo would have made it, with the new parameters as further inputs, and all inputs."""
         self._lower()
-        self.added = self._add_inputs()
+        added = self._add_inputs()
+        self.added = list(added)
         for node in self.graph.nodes:
             if "val" in node.meta:
                 node.meta.setdefault("example_value", node.meta["val"])
         self.graph.lint()
         result = fx.GraphModule(self.dynamo, self.graph)
         _carry_over(self.dynamo, result)
-        return result, [*self.inputs, *(self._example(name) for name in self.added)]
+        return result, [*self.inputs, *added.values()]
 
     # Where a node comes from.
 
@@ -119,8 +120,8 @@ class LiveGraph:
             _unregister(self.module, str(stand_in.target))
         self._stand_ins.clear()
 
-    def _add_inputs(self) -> list[str]:
-        """Every `residual.*` attribute becomes one more placeholder, after all others."""
+    def _add_inputs(self) -> dict[str, Any]:
+        """Every `residual.*` attribute becomes one more placeholder, after all others; returns their example values."""
         made: dict[str, fx.Node] = {}
         last = self.placeholders[-1] if self.placeholders else None
         for node in list(self.graph.nodes):
@@ -128,26 +129,20 @@ class LiveGraph:
                 continue
             name = str(node.target)
             if name not in made:
-                last = made[name] = self._placeholder(name, node, last)
+                last = made[name] = self._placeholder(name, node.meta["val"], last)
             node.replace_all_uses_with(made[name])
             self.graph.erase_node(node)
-        return list(made)
+        return {name: node.meta["val"] for name, node in made.items()}
 
-    def _placeholder(self, name: str, node: fx.Node, last: fx.Node | None) -> fx.Node:
+    def _placeholder(self, name: str, value: Any, last: fx.Node | None) -> fx.Node:
         place = self.graph.inserting_after(last) if last is not None else self.graph.inserting_before(None)
         with place:
             new = self.graph.placeholder(name.replace(".", "_"))
-        value = node.meta["val"]
         new.meta = {"val": value, "example_value": value}
         # As Dynamo marks the model's own parameters: CUDA graphs need not copy them.
         new.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
         new._dynamo_source = None
         return new
-
-    def _example(self, name: str) -> Any:
-        return next(n for n in self.graph.nodes if n.op == "placeholder" and n.target == name.replace(".", "_")).meta[
-            "val"
-        ]
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:

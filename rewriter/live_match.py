@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from resfx.live_known import KnownSite, KnownStream, LiveError
-from resfx.patterns import Stream
+from resfx.patterns import Site, Stream
 from resfx.patterns.dialect import module_path, source_of
 from resfx.patterns.sums import terms_of
 
@@ -65,8 +65,8 @@ def _refuse_rest(
     known: Sequence[KnownStream],
     broke: str | None,
 ) -> None:
-    taken = {site.node for _, stream in pairs for site in stream.sites}
-    left = [node for node in at_known_places(graph, known) if node not in taken and not _inside(node, pairs)]
+    taken = {node for _, stream in pairs for site in stream.sites for node in _sum_of(site)}
+    left = [node for node in at_known_places(graph, known) if node not in taken]
     if not left:
         return
     sites = {site.node for stream in free for site in stream.sites}
@@ -76,20 +76,22 @@ def _refuse_rest(
     raise LiveError(_message(stream, [n for n in left if _of(n, stream)], sites, broke))
 
 
-def _inside(node: fx.Node, pairs: Sequence[tuple[KnownStream, Stream]]) -> bool:
-    """Is the node one of several adds that make up a site's sum?"""
-    return any(_reads(site.node, node, site.skip) for _, stream in pairs for site in stream.sites)
+def _sum_of(site: Site) -> set[fx.Node]:
+    """The adds that make up a site's sum: one, or several where it has many terms."""
+    found: set[fx.Node] = set()
+    todo = [site.node]
+    while todo:
+        node = todo.pop()
+        found.add(node)
+        todo += [
+            i for i in node.all_input_nodes if i not in found and i is not site.skip and is_sum(i) and _near(i, site)
+        ]
+    return found
 
 
-def _reads(total: fx.Node, node: fx.Node, skip: fx.Node) -> bool:
-    todo, depth = [total], 0
-    while todo and depth < 32:
-        depth += 1
-        current = todo.pop()
-        if current is node:
-            return True
-        todo += [i for i in current.all_input_nodes if i is not skip and is_sum(i)]
-    return False
+def _near(node: fx.Node, site: Site) -> bool:
+    """Was the node made by the module that made the site?"""
+    return module_path(node) == site.path
 
 
 def _of(node: fx.Node, stream: KnownStream) -> bool:

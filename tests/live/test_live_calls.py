@@ -191,3 +191,13 @@ def test_the_registered_backend_compiles_what_is_around_it(pair: Pair) -> None:
 def test_generate_of_a_static_rewrite_names_attach(pair: Pair) -> None:
     with pytest.raises(resfx.NotOnRewritten, match=r"resfx\.attach"):
         pair.static.generate()
+
+
+def test_a_hook_that_comes_later(pair: Pair) -> None:
+    x = live_toys.inputs()
+    assert isinstance(pair.live, live_toys.Model)
+    before = pair.live(x)
+    hook = pair.live.stack.layers[0].register_forward_hook(lambda module, args, output: output * 3)
+    assert worst([pair.live(x)], [before]) > 1e-3
+    hook.remove()
+    assert_close([pair.live(x)], [before])
