@@ -11,7 +11,9 @@ from resfx.patterns.facts import is_whole_slice
 
 
 def drop_whole_slices(graph: fx.Graph, moved: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Erase them in place (`x[:, 1:]` is traced as a whole slice of axis 0 first). Returns `moved` (old node -> node now) brought up to date."""
+    """Erase them in place (`x[:, 1:]` is traced as a whole slice of axis 0 first).
+
+    Returns `moved` (old node -> node now) brought up to date."""
     dropped: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if is_whole_slice(node):
