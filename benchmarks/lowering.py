@@ -1,0 +1,116 @@
+"""What each form costs on a GPU: `python benchmarks/lowering.py [NAME ..] [--sublayers N] [--json] [--out FILE]`.
+
+Bytes, launches, arguments and compile seconds of the reference net (`reference_net.py`) under torch.compile, as `gpu_static.py` reads them
+without a GPU: plain, written as the papers publish it, and every form as resfx emits it. Some minutes for the whole table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_static import measure
+from reference_net import SUBLAYERS, Published, ReferenceNet, example, rewritten, with_memory
+from rich.console import Console
+from torch import nn
+
+import resfx
+
+HEADER = ["net", "forward GB", "forward + backward GB", "saved GB", "launches", "most arguments", "compile s"]
+
+
+def nets(sublayers: int) -> dict[str, Callable[[], nn.Module]]:
+    """Every line of the table by its name: what builds its net, outside of any mode, in bfloat16."""
+    block = max(sublayers // 4, 1)
+    own = {
+        "standard": resfx.Standard(),
+        "delta": resfx.DeltaAttention(),
+        "delta, 4 blocks": resfx.DeltaAttention(granularity="block", block_size=block),
+        "attention residual": resfx.AttentionResidual(),
+        "multi gate": resfx.MultiGate(),
+        "review": resfx.Review(),
+        "scaled loop": resfx.ScaledLoop(),
+    }
+    return {
+        "plain": partial(_empty, ReferenceNet, sublayers),
+        "published delta": partial(_empty, Published, sublayers),
+        "published delta, 4 blocks": partial(_empty, Published, sublayers, block_size=block),
+        **{name: partial(rewritten, form, sublayers) for name, form in own.items()},
+    }
+
+
+def _empty(kind: type[nn.Module], *args: Any, **options: Any) -> nn.Module:
+    with torch.device("meta"):
+        return kind(*args, **options).bfloat16()
+
+
+def cost(build: Callable[[], nn.Module]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`measure`'s figures of inference and of training."""
+    figures = []
+    for train in (False, True):
+        net = build()
+        figures.append(measure(lambda net=net: (with_memory(net), (example(),), {}), train=train))
+    return figures[0], figures[1]
+
+
+def row(name: str, inference: dict[str, Any], training: dict[str, Any]) -> list[str]:
+    """A line of the table; two numbers are inference / training."""
+    return [
+        name,
+        f"{inference['total_gb']:.1f}",
+        f"{training['total_gb']:.1f}",
+        f"{training['fwd']['saved_gb']:.2f}",
+        f"{inference['launches']} / {training['launches']}",
+        f"{inference['arguments']} / {training['arguments']}",
+        f"{inference['seconds']:.0f} / {training['seconds']:.0f}",
+    ]
+
+
+def markdown(rows: list[list[str]], sublayers: int) -> str:
+    """The table with the command and the versions that made it."""
+    lines = [HEADER, ["---"] * len(HEADER), *rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
+    return f"""# Results
+
+Written by `python benchmarks/lowering.py` on {datetime.now(UTC):%Y-%m-%d}: {versions}.
+
+The reference net, {sublayers} pre-norm sublayers, D 1024, 8 x 2048 tokens, bfloat16, compiled by Inductor for a pretended H200: no kernel
+has run. GB are decimal; "saved" is what the forward keeps for the backward beyond inputs and parameters. Where there are two numbers, they
+are inference / training. Seconds are processor time.
+
+{table}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="lines of the table; all of them if none is given")
+    parser.add_argument("--sublayers", type=int, default=SUBLAYERS)
+    parser.add_argument(
+        "--json", action="store_true", help="one line of JSON for each line of the table, with all that was counted"
+    )
+    parser.add_argument("--out", type=Path, help="where the table goes; nowhere if it isn't given")
+    options = parser.parse_args()
+    known = nets(options.sublayers)
+    if unknown := sorted(set(options.names) - known.keys()):
+        parser.error(f"no line named {', '.join(unknown)}; there are {', '.join(known)}")
+    console, rows = Console(soft_wrap=True), []
+    for name in options.names or known:
+        inference, training = cost(known[name])
+        rows.append(row(name, inference, training))
+        line = json.dumps({"name": name, "inference": inference, "training": training})
+        console.print(line if options.json else "  ".join(rows[-1]), markup=False, highlight=False)
+    if options.out is not None:
+        options.out.write_text(markdown(rows, options.sublayers), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
