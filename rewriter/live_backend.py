@@ -59,7 +59,8 @@ class LiveBackend:
 def _rewrite(
     graph: LiveGraph, attachment: Attachment, pairs: Sequence[tuple[KnownStream, Stream]], found: Sequence[Stream]
 ) -> None:
-    graph.module.add_module("residual", attachment.model.get_submodule("residual")) if attachment.parameters() else None
+    if attachment.parameters():
+        graph.module.add_module("residual", attachment.model.get_submodule("residual"))
     plans = [Plan(twin, stream.form, _chosen(stream), stream.warm) for stream, twin in pairs]
     outcomes = apply_all(graph.module, plans, parameters=_Existing(attachment), streams=found)
     graph.module._modules.pop("residual", None)

@@ -134,6 +134,3 @@ def owner_path(model: nn.Module, sites: Sequence[KnownSite]) -> str:
 def _has_forward(module: nn.Module) -> bool:
     """ModuleList and ModuleDict are never called."""
     return type(module).forward is not nn.Module.forward
-
-
-__all__ = ["KnownSite", "KnownStream", "LiveError", "Settled", "owner_path", "settle"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from resfx.live_known import KnownSite, KnownStream, LiveError
+from resfx.live_known import KnownStream, LiveError
 from resfx.patterns import Site, Stream
 from resfx.patterns.dialect import module_path, source_of
 from resfx.patterns.sums import terms_of
@@ -133,6 +133,3 @@ def break_line(reason: Any) -> str | None:
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"
     what = str(getattr(reason, "reason", "")).strip().splitlines()
     return f"{where} ({what[0]})" if what else where
-
-
-__all__ = ["KnownSite", "at_known_places", "break_line", "match"]
