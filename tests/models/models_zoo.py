@@ -2,7 +2,7 @@
 
 `ZOO[name].build()` gives a model in eval mode and one example call. The expected counts were read from the models'
 source: `streams` lists the sites of each stream in execution order, `adds` the source text of the adds and how often
-each one runs ("": all of it is inside torch itself).
+each one runs.
 """
 
 from __future__ import annotations
@@ -270,7 +270,18 @@ ZOO: dict[str, Entry] = {
     ),
     "timm_convnext_v2": Entry(timm_convnext_v2, image(64), (1, 1, 2, 1), {TIMM_CONVNEXT: 5}),
     "transformer_encoder": Entry(
-        transformer_encoder(False), features(6), (4,), {"": 4}, transition=LAYER_NORM, longer=features(9)
+        transformer_encoder(False),
+        features(6),
+        (4,),
+        {"x": 2, "x = self.norm2(x + self._ff_block(x))": 2},  # torch's own lines: there is no other frame
+        transition=LAYER_NORM,
+        longer=features(9),
     ),
-    "transformer_encoder_pre": Entry(transformer_encoder(True), features(6), (4,), {"": 4}, longer=features(9)),
+    "transformer_encoder_pre": Entry(
+        transformer_encoder(True),
+        features(6),
+        (4,),
+        {"x = x + self._sa_block(": 2, "x = x + self._ff_block(self.norm2(x))": 2},
+        longer=features(9),
+    ),
 }
