@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 # What torch.export itself puts into a graph for a region; there is no public name.
-_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 
 Regions = dict[Node, tuple[Node, ...]]
 
@@ -18,10 +18,10 @@ def regions_of(graph: Graph) -> Regions:
     entered: list[Node] = []
     found: Regions = {}
     for node in graph.nodes:
-        if node.op == "call_function" and node.target is _EXIT:
+        if node.op == "call_function" and node.target is EXIT:
             entered.remove(node.args[0])
         found[node] = tuple(entered)
-        if node.op == "call_function" and node.target is _ENTER:
+        if node.op == "call_function" and node.target is ENTER:
             entered.append(node)
     return found
 
@@ -39,6 +39,6 @@ class RegionWriter:
         while shared < min(len(wanted), len(self._entered)) and self._entered[shared][0] is wanted[shared]:
             shared += 1
         while len(self._entered) > shared:
-            self._graph.call_function(_EXIT, (self._entered.pop()[1],))
+            self._graph.call_function(EXIT, (self._entered.pop()[1],))
         for enter in wanted[shared:]:
             self._entered.append((enter, self._graph.node_copy(enter)))

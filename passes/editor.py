@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from resfx.passes.errors import EditError
-from resfx.passes.marks import Mark, put, without_marks
+from resfx.passes.marks import NOTE, Mark, put, without_marks
 
 _OPERATOR_TWINS: dict[str, Callable[[Any, Any], Any]] = {
     "iadd": operator.add,
@@ -197,7 +197,7 @@ class Editor:
         if origin is not None and origin is not node:
             node.meta.update({k: origin.meta[k] for k in _CARRIED_META if k in origin.meta})
         custom = without_marks(origin.meta.get("custom", {})) if origin is not None else {}
-        node.meta["custom"] = {**custom, "resfx": dict(self._note)}
+        node.meta["custom"] = {**custom, NOTE: dict(self._note)}
         node.meta["val"] = value
         self.emitted[node] = None
         return node

@@ -14,6 +14,7 @@ from torch.fx import Node
 from resfx.patterns.streams import Site, Term
 
 MARKS = "resfx_marks"
+NOTE = "resfx"
 Mark: TypeAlias = dict[str, Any]
 Role: TypeAlias = Literal["state", "read", "update", "scale"]
 
@@ -21,6 +22,11 @@ Role: TypeAlias = Literal["state", "read", "update", "scale"]
 def marks_of(node: Node) -> list[Mark]:
     """The marks of a node; mostly none."""
     return list(node.meta.get("custom", {}).get(MARKS, ()))
+
+
+def note_of(node: Node) -> dict[str, Any]:
+    """Which form made the node, for which site of which stream: what the editor notes. Empty for a node of the model's own."""
+    return dict(node.meta.get("custom", {}).get(NOTE, {}))
 
 
 def put(node: Node, mark: Mark) -> None:

@@ -18,7 +18,7 @@ from resfx.passes import ops
 from resfx.passes.editor import Editor, value_of
 from resfx.passes.form import Form
 from resfx.passes.layouts import Layouts, read_step
-from resfx.passes.marks import Mark, update_marks
+from resfx.passes.marks import Mark, note_of, update_marks
 from resfx.passes.parameters import Parameters, ParameterSpec
 from resfx.passes.terms import event_path, has_plain_skip, opaque_nodes, update_of
 from resfx.patterns.streams import Event, Layout, Reader, Scale, Side, Site, Stream, Transition, Write
@@ -219,8 +219,7 @@ class Walk:
         return [Reader(user, state, "tap" if user.users or user.op == "output" else "shape") for user in others]
 
     def _is_own(self, node: Node) -> bool:
-        note = node.meta.get("custom", {}).get("resfx", {})
-        return node in self.editor.emitted and note.get("stream") == self.stream.index
+        return node in self.editor.emitted and note_of(node).get("stream") == self.stream.index
 
     def _value_for(self, reader: Reader, index: int) -> Node:
         if reader.role == "shape":

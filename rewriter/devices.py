@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from resfx.fixed_dtypes import inner_graphs
+from resfx.passes.autocast import ENTER
 
 Moves = Mapping[torch.device, torch.device]
 
@@ -39,7 +40,7 @@ def _move(graph: fx.Graph, moves: Moves) -> None:
             if isinstance(value, torch.device):
                 node.args, node.kwargs = pytree.tree_map_only(torch.device, device, (node.args, node.kwargs))
                 break
-        if node.target is torch.amp.autocast_mode._enter_autocast:
+        if node.target is ENTER:
             kind: Any = node.args[0]
             new = device(torch.device(kind)).type
             node.update_arg(0, new if torch.amp.is_autocast_available(new) else kind)

@@ -17,7 +17,7 @@ from resfx.functionalize import Functional, functionalize, written_arguments
 from resfx.grad_mode import cut_gradients
 from resfx.guards import Guards, build_guards
 from resfx.regions import inline_regions
-from resfx.root import add_constant, free_name, graft, graph_target
+from resfx.root import add_constant, graft, graph_target, take_over
 from resfx.tidy import forget_kept_dtypes
 from resfx.tracepoints import Tracepoint, resolve_tracepoints
 
@@ -141,12 +141,7 @@ def _body(
 def _subgraph(program: torch.export.ExportedProgram, node: fx.Node, module: fx.GraphModule, graph: fx.Graph) -> fx.Node:
     """The body of a higher-order op (a region, a branch of cond) moves over under a free name."""
     target = str(node.target)
-    value: Any = program.graph_module
-    for part in target.split("."):
-        value = getattr(value, part)
-    name = free_name(module, target.replace(".", "_"))
-    setattr(module, name, value)
-    new = graph.get_attr(name)
+    new = graph.get_attr(take_over(module, program.graph_module, target, target))
     new.meta = copy.copy(node.meta)
     return new
 

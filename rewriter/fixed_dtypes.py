@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from itertools import chain
 
@@ -32,9 +33,9 @@ def fixed_dtypes(module: nn.Module, graph: fx.Graph) -> FixedDtypes:
 def inner_graphs(module: nn.Module, graph: fx.Graph) -> Iterator[fx.GraphModule]:
     """The graphs that `graph` calls: of mode switches and of branches (torch.cond)."""
     for node in graph.nodes:
-        value: object = module
-        for name in str(node.target).split(".") if node.op in ("call_module", "get_attr") else ():
-            value = getattr(value, name, None)
+        if node.op not in ("call_module", "get_attr"):
+            continue
+        value = operator.attrgetter(str(node.target))(module)
         if isinstance(value, ModeSwitch):
             yield from (value.in_train, value.in_eval)
         if node.op == "get_attr" and isinstance(value, fx.GraphModule):

@@ -12,8 +12,9 @@ from resfx.capture import check_module, example_call
 from resfx.live_forward import LiveForward, inner_backend
 from resfx.live_known import LiveError, owner_path, settle
 from resfx.live_registered import register
-from resfx.passes import Form, FormError
+from resfx.passes import Form
 from resfx.patterns import ResidualMap
+from resfx.rewrite import check_form
 from resfx.rewritten import Rewritten
 from resfx.selection import Select, Streams
 
@@ -89,9 +90,7 @@ def attachment_of(model: nn.Module) -> Attachment | None:
 
 def _check(model: nn.Module, form: Form) -> None:
     check_module(model)
-    if not isinstance(form, Form):
-        hint = " (call the class: it takes its options)" if isinstance(form, type) and issubclass(form, Form) else ""
-        raise FormError(f"expected a residual form such as resfx.DeltaAttention(), got {form!r}{hint}")
+    check_form(form)
     if isinstance(model, Rewritten):
         raise LiveError("the model is rewritten already, as a captured graph; attach the original (resfx.revert)")
     if attachment_of(model) is not None:

@@ -13,6 +13,8 @@ from typing import Any
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from resfx.root import take_over
+
 _numbers = itertools.count(1_000_000)  # apart from the small numbers that torch gives its own regions
 
 
@@ -82,11 +84,5 @@ def _copy_body(
 
 def _attribute(module: fx.GraphModule, node: fx.Node, body: fx.GraphModule, old: fx.Node) -> fx.Node:
     """A subgraph or constant of the region moves over under a free name."""
-    value: Any = body
-    for part in str(old.target).split("."):
-        value = getattr(value, part)
-    name = f"{node.name}_{str(old.target).replace('.', '_')}"
-    while hasattr(module, name):
-        name += "_"
-    setattr(module, name, value)
-    return module.graph.get_attr(name)
+    target = str(old.target)
+    return module.graph.get_attr(take_over(module, body, target, f"{node.name}_{target}"))

@@ -6,14 +6,13 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from resfx.passes.marks import marks_of
+from resfx.passes.marks import marks_of, note_of
 from resfx.patterns.streams import Stream
 
 
 def rewritten_forms(graph: fx.Graph) -> dict[int, str]:
     """Stream -> form of the rewrites that made the graph, by the streams' numbers of then."""
-    notes = (node.meta.get("custom", {}).get("resfx") for node in graph.nodes)
-    return {note["stream"]: note["form"] for note in notes if note is not None}
+    return {note["stream"]: note["form"] for node in graph.nodes if (note := note_of(node))}
 
 
 def forms_of(streams: Iterable[Stream], graph: fx.Graph) -> dict[int, str]:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from resfx.passes.autocast import ENTER, EXIT
+from resfx.root import take_over
 from resfx.tracepoints import is_tracepoint
 
 # Marks the nodes that came out of a no_grad region.
@@ -110,14 +112,14 @@ class _Inliner:
     def _enter(self) -> fx.Node | None:
         if self.region.kind != "autocast":
             return None
-        new = self.graph.call_function(torch.amp.autocast_mode._enter_autocast, self.region.setting)
+        new = self.graph.call_function(ENTER, self.region.setting)
         new.meta = self._border_meta()
         return new
 
     def _leave(self, enter: fx.Node | None) -> None:
         if enter is None:
             return
-        new = self.graph.call_function(torch.amp.autocast_mode._exit_autocast, (enter,))
+        new = self.graph.call_function(EXIT, (enter,))
         new.meta = self._border_meta()
 
     def _border_meta(self) -> dict[str, Any]:
@@ -168,13 +170,8 @@ class _Inliner:
         return ()
 
     def _attribute(self, old: fx.Node) -> fx.Node:
-        value = self.region.body
-        for part in str(old.target).split("."):
-            value = getattr(value, part)
-        name = f"{self.node.name}_{str(old.target).replace('.', '_')}"
-        while hasattr(self.module, name):
-            name += "_"
-        setattr(self.module, name, value)
+        target = str(old.target)
+        name = take_over(self.module, self.region.body, target, f"{self.node.name}_{target}")
         self.bodies.append(name)
         new = self.graph.get_attr(name)
         new.meta = copy.copy(old.meta)

@@ -104,11 +104,17 @@ def rewrite_by(plain: nn.Module, call: Call, plans_for: PlansFor, *, insist: boo
     return _apply(plain, call, flat, found, plans_for(found.streams), insist)
 
 
+def check_form(form: Any) -> None:
+    """Errors: FormError for anything that is no form, a form's class included."""
+    if isinstance(form, Form):
+        return
+    hint = " (call the class: it takes its options)" if isinstance(form, type) and issubclass(form, Form) else ""
+    raise FormError(f"expected a residual form such as resfx.DeltaAttention(), got {form!r}{hint}")
+
+
 def _check(model: nn.Module, form: Form) -> None:
     check_module(model)
-    if not isinstance(form, Form):
-        hint = " (call the class: it takes its options)" if isinstance(form, type) and issubclass(form, Form) else ""
-        raise FormError(f"expected a residual form such as resfx.DeltaAttention(), got {form!r}{hint}")
+    check_form(form)
     earlier = rewritten_forms(model.graph) if isinstance(model, fx.GraphModule) else {}
     if earlier:
         raise RewriteError(

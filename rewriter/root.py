@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx, nn
 
@@ -43,6 +45,13 @@ def add_constant(module: nn.Module, name: str, value: torch.Tensor) -> str:
     """Register `value` as a non-persistent buffer under a free name like `name`; returns that name."""
     free = free_name(module, name.replace(".", "_"))
     module.register_buffer(free, value, persistent=False)
+    return free
+
+
+def take_over(module: nn.Module, owner: nn.Module, target: str, name: str) -> str:
+    """Let `module` have what `target` names in `owner` (a subgraph, a constant), under a free name like `name`; returns that name."""
+    free = free_name(module, name.replace(".", "_"))
+    setattr(module, free, operator.attrgetter(target)(owner))
     return free
 
 

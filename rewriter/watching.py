@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from resfx.graphed import GraphedModule
 from resfx.passes import ops
-from resfx.passes.marks import Mark, marks_of
+from resfx.passes.marks import Mark, marks_of, note_of
 from resfx.passes.probes import Probe, probe
 
 # Stream, site ("final" and "tap<k>" for what leaves the stream), and which calls of the repeated bodies around it.
@@ -84,9 +84,9 @@ class Recorder:
 
     def decide(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take notice of the routing weights and gates of a call that a rewrite put there."""
-        note = node.meta.get("custom", {}).get("resfx")
-        found = None if note is None or _is_warm_start(node) else probe(node.target, args, kwargs)
-        if note is None or found is None:
+        note = note_of(node)
+        found = None if not note or _is_warm_start(node) else probe(node.target, args, kwargs)
+        if not note or found is None:
             return
         row = self.row(note["stream"], note["site"])
         if found.weights:

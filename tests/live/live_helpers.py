@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,3 +116,12 @@ def assert_close(mine: list[torch.Tensor], theirs: list[torch.Tensor], tolerance
     assert [x.shape for x in mine] == [x.shape for x in theirs]
     assert [x.dtype for x in mine] == [x.dtype for x in theirs]
     assert worst([x.detach().double() for x in mine], [x.detach().double() for x in theirs]) <= tolerance
+
+
+def run_two_processes(script: str, folder: Path) -> None:
+    """`script RANK FOLDER` as the two processes of one gloo group."""
+    commands = [[sys.executable, script, str(rank), str(folder)] for rank in range(2)]
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    for process in running:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors[-3000:]

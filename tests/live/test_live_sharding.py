@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import live_fsdp
 import live_toys
 import pytest
 import torch
-from live_helpers import assert_close, perturb
+from live_helpers import assert_close, perturb, run_two_processes
 
 import resfx
 
@@ -33,11 +31,7 @@ def test_the_leaves_of_each_block() -> None:
 
 @pytest.mark.slow
 def test_fully_shard_over_the_units(tmp_path: Path) -> None:
-    commands = [[sys.executable, live_fsdp.__file__, str(rank), str(tmp_path)] for rank in range(2)]
-    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    for process in running:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors[-3000:]
+    run_two_processes(live_fsdp.__file__, tmp_path)
     model = rewritten()
     output = model(live_toys.inputs(4))
     output.square().mean().backward()

@@ -72,19 +72,6 @@ def equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
     return got.keys() == want.keys() and all(torch.equal(got[path], want[path]) for path in want)
 
 
-def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if name.startswith("residual.")}
-
-
-@torch.no_grad()
-def perturb(model: nn.Module) -> None:
-    """Every element away from its start by 0.2 to 0.5, either way: a zero query reads nothing, a zero gate hides all."""
-    generator = torch.Generator().manual_seed(3)
-    for parameter in new_parameters(model).values():
-        size = 0.2 + 0.3 * torch.rand(parameter.shape, generator=generator)
-        parameter += torch.where(torch.rand(parameter.shape, generator=generator) < 0.5, size, -size)
-
-
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[nn.Module]:
     """The model's parameters, buffers and mode come back as they were."""

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from models_steps import distance, loss_of, new_parameters, outputs, run
+from models_steps import distance, loss_of, outputs, run
 from models_zoo import ZOO
+from new_parameters import new_parameters
 from torch import Tensor, nn
 
 import resfx

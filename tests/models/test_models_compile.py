@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from models_steps import FORMS, distance, loss_of, outputs, pairs, perturb, run
+from models_steps import FORMS, distance, loss_of, outputs, pairs, run
 from models_zoo import ZOO
+from new_parameters import perturb
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 

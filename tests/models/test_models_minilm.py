@@ -10,7 +10,8 @@ import onnxruntime
 import pytest
 import torch
 import transformers
-from models_steps import FORMS, new_parameters
+from models_steps import FORMS
+from new_parameters import new_parameters
 from torch import Tensor, nn
 
 import resfx

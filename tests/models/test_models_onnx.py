@@ -9,8 +9,9 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from models_steps import FORMS, outputs, pairs, perturb
+from models_steps import FORMS, outputs, pairs
 from models_zoo import ZOO
+from new_parameters import perturb
 from torch import Tensor
 
 import resfx

@@ -8,20 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from models_steps import (
-    CACHE_FIELDS,
-    FORMS,
-    cases,
-    distance,
-    equal,
-    loss_of,
-    new_parameters,
-    outputs,
-    perturb,
-    restored,
-    run,
-)
+from models_steps import CACHE_FIELDS, FORMS, cases, distance, equal, loss_of, outputs, restored, run
 from models_zoo import ZOO, Entry
+from new_parameters import new_parameters, perturb
 from torch import Tensor, nn
 
 import resfx

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from models_steps import equal, loss_of, new_parameters, outputs, run
+from models_steps import equal, loss_of, outputs, run
 from models_zoo import ZOO, Entry
+from new_parameters import new_parameters
 from torch import nn
 
 import resfx

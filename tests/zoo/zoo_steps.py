@@ -7,6 +7,7 @@ nothing to do, or the plain model can't do it either, with the reason).
 from __future__ import annotations
 
 import copy
+import sys
 import tempfile
 import traceback
 import warnings
@@ -15,7 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the sweep runs as a script too
+
 import torch
+from new_parameters import new_parameters, perturb
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from zoo_builders import ZOO, build
@@ -270,10 +274,6 @@ def relative(got: Tensor, want: Tensor) -> float:
     return difference / float(want.norm()) if difference else 0.0
 
 
-def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if name.startswith("residual.")}
-
-
 @torch.no_grad()
 def wake(model: nn.Module) -> None:
     """What would hide every change grows: layer scales of 1e-5 and zero gates to 0.2 to 0.5, a small start of a matrix to the usual."""
@@ -285,15 +285,6 @@ def wake(model: nn.Module) -> None:
             parameter.copy_(0.2 + 0.3 * torch.rand(parameter.shape, generator=generator))
         elif parameter.dim() > 1 and parameter.std() < 0.5 * (usual := parameter[0].numel() ** -0.5):
             parameter *= usual / parameter.std()
-
-
-@torch.no_grad()
-def perturb(model: nn.Module) -> None:
-    """Every element away from its start by 0.2 to 0.5, either way: a zero query reads nothing, a zero gate hides all."""
-    generator = torch.Generator().manual_seed(3)
-    for parameter in new_parameters(model).values():
-        size = 0.2 + 0.3 * torch.rand(parameter.shape, generator=generator)
-        parameter += torch.where(torch.rand(parameter.shape, generator=generator) < 0.5, size, -size)
 
 
 def loss_of(found: dict[str, Tensor]) -> Tensor:
