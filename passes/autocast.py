@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,33 @@ from torch.fx import Graph, Node
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 
 Regions = dict[Node, tuple[Node, ...]]
+
+_ENTER_LINE = re.compile(r"\w+(?:: [^=]+)? = [\w.]*_enter_autocast\((?P<setting>[^()]*)\)")
+_EXIT_LINE = re.compile(r"\w+(?:: [^=]+)? = [\w.]*_exit_autocast\(")
+
+
+def write_as_blocks(graph: Graph) -> None:
+    """From now on the code of `graph` has a `with torch.autocast(..)` block for every region.
+
+    The two calls leave the mode on where a line between them raises, and under torch.export they only note a region and set nothing.
+    """
+    graph.on_generate_code(lambda _: _as_blocks)
+
+
+def _as_blocks(body: list[str]) -> list[str]:
+    lines: list[str] = []
+    depth = 0
+    for line in "".join(body).split("\n"):
+        indent = "    " * depth
+        if entered := _ENTER_LINE.match(line):
+            # A block without a line of its own would not parse.
+            lines += [f"{indent}with torch.autocast({entered['setting']}):", f"{indent}    pass"]
+            depth += 1
+        elif _EXIT_LINE.match(line):
+            depth -= 1
+        else:
+            lines.append(f"{indent}{line}" if line else line)
+    return ["\n".join(lines)]
 
 
 def regions_of(graph: Graph) -> Regions:

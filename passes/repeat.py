@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from resfx.passes import ops
+from resfx.passes.autocast import write_as_blocks
 from resfx.passes.body import Body, body_of, graph_of
 from resfx.passes.editor import Editor
 from resfx.passes.errors import EditError
@@ -60,6 +61,7 @@ def cut_out(editor: Editor, entry: Node, end: Node, path: str, count: int) -> Re
     modules = _module_nodes(editor, body)
     graph, copies = graph_of(body, modules)
     _count_loops(editor.graph_module, copies, next(iter(graph.nodes)))
+    write_as_blocks(graph)
     repeat = Repeat(GraphModule(nn.Module(), graph, "StreamBody"), count)
     folder, _, leaf = path.rpartition(".")
     subtree(editor.graph_module, folder, path).add_module(leaf, repeat)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
+from resfx.passes.autocast import ENTER, EXIT
 from resfx.signature import CallSignature
 
 _LITERALS = (type(None), bool, int, str)
@@ -107,5 +109,23 @@ def _interpreted() -> bool:
 
 
 def _interpret(module: torch.nn.Module, flat: list[torch.Tensor]) -> Any:
-    with fx.traceback.preserve_node_meta():
-        return fx.Interpreter(module).run(*flat, enable_io_processing=False)
+    with fx.traceback.preserve_node_meta(), ExitStack() as regions:
+        return _Interpreter(module, regions).run(*flat, enable_io_processing=False)
+
+
+class _Interpreter(fx.Interpreter):
+    """Enters autocast regions for what they are: the calls in the graph would only note them while torch.export traces."""
+
+    def __init__(self, module: torch.nn.Module, regions: ExitStack) -> None:
+        super().__init__(module)
+        self._regions = regions
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is ENTER:
+            region = ExitStack()
+            region.enter_context(torch.autocast(*args))
+            self._regions.push(region)
+            return region
+        if target is EXIT:
+            return args[0].close()
+        return super().call_function(target, args, kwargs)

@@ -19,6 +19,7 @@ from resfx.capture_errors import CaptureError
 from resfx.devices import follow, moves_of
 from resfx.fixed_dtypes import FixedDtypes, fixed_dtypes
 from resfx.guards import parameter_dtypes
+from resfx.passes.autocast import write_as_blocks
 
 _numbers = itertools.count()
 
@@ -96,6 +97,7 @@ class GraphedModule(nn.Module):
         """Generate forward from the graph as it is now."""
         self._graph.owning_module = self  # type: ignore[assignment]
         self.__dict__["_fixed_dtypes"] = fixed_dtypes(self, self._graph)
+        write_as_blocks(self._graph)
         python = self._graph.python_code("self")
         name = f"<resfx graph {next(_numbers)}>"
         linecache.cache[name] = (len(python.src), None, python.src.splitlines(True), name)
