@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from gpu_static import measure
-from reference_net import SUBLAYERS, Published, ReferenceNet, example, rewritten, with_memory
+from reference_net import SUBLAYERS, WIDTH, Published, ReferenceNet, example, rewritten, with_memory
 from rich.console import Console
 from torch import nn
 
@@ -26,7 +26,7 @@ import resfx
 HEADER = ["net", "forward GB", "forward + backward GB", "saved GB", "launches", "most arguments", "compile s"]
 
 
-def nets(sublayers: int) -> dict[str, Callable[[], nn.Module]]:
+def nets(sublayers: int, width: int = WIDTH) -> dict[str, Callable[[], nn.Module]]:
     """Every line of the table by its name: what builds its net, outside of any mode, in bfloat16."""
     block = max(sublayers // 4, 1)
     own = {
@@ -39,10 +39,10 @@ def nets(sublayers: int) -> dict[str, Callable[[], nn.Module]]:
         "scaled loop": resfx.ScaledLoop(),
     }
     return {
-        "plain": partial(_empty, ReferenceNet, sublayers),
-        "published delta": partial(_empty, Published, sublayers),
-        "published delta, 4 blocks": partial(_empty, Published, sublayers, block_size=block),
-        **{name: partial(rewritten, form, sublayers) for name, form in own.items()},
+        "plain": partial(_empty, ReferenceNet, sublayers, width),
+        "published delta": partial(_empty, Published, sublayers, width),
+        "published delta, 4 blocks": partial(_empty, Published, sublayers, width, block_size=block),
+        **{name: partial(rewritten, form, sublayers, width) for name, form in own.items()},
     }
 
 
