@@ -12,9 +12,9 @@ from functools import reduce
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from resfx.passes.products import wide_linear
 from resfx.passes.routing import mixture
 from resfx.passes.statistics import along, full_precision, inverse_rms, wide
 
@@ -33,13 +33,6 @@ def _example(example: Callable[..., object]) -> Callable[[_F], _F]:
         return function
 
     return attach
-
-
-def _linear(x: Tensor, weight: Tensor, dim: int) -> Tensor:
-    """Mix axis `dim` by `weight` [out, in] (a 1x1 convolution where `dim` is the channel axis)."""
-    if dim in (-1, x.dim() - 1):
-        return F.linear(x, weight)
-    return F.linear(x.movedim(dim, -1), weight).movedim(-1, dim)
 
 
 def _like_state(h: Tensor, *_: object) -> Tensor:
@@ -111,8 +104,7 @@ def _blend(plain: Tensor, value: Tensor, amount: Tensor) -> Tensor:
 
 def channel_gate(h: Tensor, weight: Tensor, bias: Tensor, dim: int) -> Tensor:
     """g = sigmoid(W h + b), W [D, D], b [D]; in the dtype of statistics."""
-    state = wide(h)
-    return torch.sigmoid(_linear(state, wide(weight), dim) + along(wide(bias), state, dim))
+    return torch.sigmoid(wide_linear(h, weight, dim) + along(wide(bias), h, dim))
 
 
 @_example(_like_state)
@@ -126,12 +118,14 @@ def review_write(
 
 
 def review_gate(h: Tensor, u: Tensor, weight: Tensor, bias: Tensor, eps: float, dim: int) -> Tensor:
-    """r = sigmoid(W [rms(h), rms(u)] + b), W [D, 2D], b [D]; in the dtype of statistics."""
-    wide_h, wide_u, w = wide(h), wide(u), wide(weight)
-    d = w.shape[0]
-    from_h = _linear(wide_h * inverse_rms(wide_h, eps, dim), w[:, :d], dim)
-    from_u = _linear(wide_u * inverse_rms(wide_u, eps, dim), w[:, d:], dim)
-    return torch.sigmoid(from_h + from_u + along(wide(bias), wide_h, dim))
+    """r = sigmoid(W [rms(h), rms(u)] + b), W [D, 2D], b [D]; in the dtype of statistics.
+
+    As c_h (W_h h) + c_u (W_u u) with c = 1 / rms per token: the matrices read h and u as they are, no normed copy is written.
+    """
+    d = weight.shape[0]
+    from_h = inverse_rms(wide(h), eps, dim) * wide_linear(h, weight[:, :d], dim)
+    from_u = inverse_rms(wide(u), eps, dim) * wide_linear(u, weight[:, d:], dim)
+    return torch.sigmoid(from_h + from_u + along(wide(bias), h, dim))
 
 
 @_example(_like_state)
