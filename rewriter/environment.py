@@ -31,8 +31,17 @@ def training_mode(model: nn.Module, mode: Mode | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_attributes(model: nn.Module) -> Iterator[None]:
-    """Afterwards every submodule has its very attributes again: torch.export leaves copies of lists and dicts behind."""
+    """Afterwards every submodule has its very attributes again, with what was in them.
+
+    torch.export leaves copies of lists and dicts behind; a module may register a hook, or keep a traced value, in its first call.
+    """
     saved = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
+    contents = [
+        (table, table.copy())
+        for _, before in saved
+        for table in before.values()
+        if isinstance(table, (dict, list, set))
+    ]
     try:
         yield
     finally:
@@ -40,6 +49,16 @@ def _own_attributes(model: nn.Module) -> Iterator[None]:
             for name in attributes.keys() - before.keys():
                 del attributes[name]
             attributes.update(before)
+        for table, inside in contents:
+            _refill(table, inside)
+
+
+def _refill(table: dict[Any, Any] | list[Any] | set[Any], inside: Any) -> None:
+    if isinstance(table, list):
+        table[:] = inside
+        return
+    table.clear()
+    table.update(inside)
 
 
 @contextlib.contextmanager
