@@ -53,7 +53,8 @@ CONTRACTION = frozenset(
     "conv1d conv2d conv3d convolution _convolution conv_transpose1d conv_transpose2d conv_transpose3d "
     "conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell "
     "attention multi_head_attention_forward _native_multi_head_attention _transformer_encoder_layer_fwd "
-    "_scaled_mm _grouped_mm grouped_mm scaled_mm scaled_grouped_mm deform_conv2d".split()
+    "_scaled_mm _grouped_mm grouped_mm scaled_mm scaled_grouped_mm deform_conv2d "
+    "_int_mm _weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu _dyn_quant_matmul_4bit".split()
 )
 
 # A norm or an activation: on the stream itself these make a transition N_l.
@@ -134,6 +135,16 @@ def is_floating(node: Node) -> bool:
     if not isinstance(val, torch.Tensor):
         return True  # unknown: a tuple, or a graph without example values
     return val.is_floating_point() or val.is_complex()
+
+
+# Integers that stand for numbers: what a quantised activation and its products are in. Indices are int64.
+_QUANTISED = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32})
+
+
+def holds_numbers(node: Node) -> bool:
+    """Whether a state can live in the node's value: floating, or quantised; not an index, a mask or a size."""
+    val = value(node)
+    return is_floating(node) or (isinstance(val, torch.Tensor) and val.dtype in _QUANTISED)
 
 
 def same_shape(left: Node, right: Node) -> bool:
