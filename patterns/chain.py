@@ -14,7 +14,7 @@ from resfx.patterns import dialect
 from resfx.patterns.dialect import ACTIVATION, LAYOUT, NORM, POINTWISE, data_inputs, op_name
 from resfx.patterns.dominators import immediate_dominators
 from resfx.patterns.facts import Facts, identity_operand
-from resfx.patterns.slices import parts_in_place
+from resfx.patterns.slices import parts_in_place, strip
 from resfx.patterns.streams import Cast, Event, Layout, Scale, Side, Site, Term, Transition
 from resfx.patterns.sums import terms_of
 
@@ -144,7 +144,7 @@ class Chain:
         return Scale(operand, node, factor, divide)
 
     def _shares_source(self, factor: Node, operand: Node) -> bool:
-        return factor not in self._facts.static and self._facts.depends(factor, operand)
+        return factor not in self._facts.static and self._facts.depends(factor, strip(operand))
 
     def _side_step(self, node: Node, terms: list[Term]) -> Event | None:
         """A sum that is no site: the stream goes on through the one term that carries a state."""

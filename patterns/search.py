@@ -196,16 +196,21 @@ class Search:
         return None
 
     def _is_running_state(self, term: Term, carrier: Node) -> bool:
-        """Does the term carry a stream's state that already holds the carrier, or that lives on beside this sum?"""
+        """Does the term carry a stream's state that already holds the carrier, or that lives on beside this sum?
+
+        What was made of the carrier itself since its own site (norms of it, with maps of it added) is none: a branch.
+        """
         if term.op != "value":
             return False
         site = self._chain.origin(term.operands[0])
         if site is None:
             return False
+        path = [term.operands[0], *(event.before for event in self._chain.walk(term.operands[0]))]
+        if carrier in path:
+            return False
         thread = self._threads.of(site)
         if carrier in thread.states or carrier in thread.prefix:
             return True
-        path = [term.operands[0], *(event.before for event in self._chain.walk(term.operands[0]))]
         return any(data_users(state) > 1 for state in path)
 
     def _goes_round_a_stream(self, branches: list[Term], carrier: Node) -> bool:

@@ -142,6 +142,16 @@ class PostNormByHand(Net):
         return x
 
 
+@case()
+class PostNormByHandInFloat64(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.f, self.g):
+            x = x + layer(x)  # SITE x2
+            wide = x.double()
+            x = self.a * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).float()
+        return x
+
+
 @case(IMAGE)
 class ReluAfterTheAdd(ConvNet):
     def forward(self, x: Tensor) -> Tensor:
@@ -232,6 +242,17 @@ class ParallelBranches(Net):
         x = x + self.f(h) + self.g(h)  # SITE
         h = self.m(x)
         return x + (self.f(h) + self.h(h))  # SITE
+
+
+@case()
+class BranchWithNorms(Net):
+    """FastViT: in the branch a norm of the state is added to a map of it, and another one taken away."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.f, self.g, self.h):
+            mixed = self.m(x) + layer(x)
+            x = x + self.a * (mixed - self.n(x))  # SITE x3
+        return x
 
 
 @case()
@@ -347,9 +368,10 @@ def test_loops() -> None:
 
 
 def test_transitions() -> None:
-    first, last = find(PostNormByHand).sites
-    assert (first.transition[0], first.transition[-1]) == ("pow", "mul")
-    assert last.transition == ()  # what follows the last site only reads the stream
+    for model in (PostNormByHand, PostNormByHandInFloat64):
+        first, last = find(model).sites
+        assert {"pow", "mean", "rsqrt", "mul"} <= set(first.transition)
+        assert last.transition == ()  # what follows the last site only reads the stream
     assert [site.transition for site in find(ReluAfterTheAdd).sites] == [("relu",), ()]
     assert not any(site.transition for site in find(ParallelBranches).sites)
 
