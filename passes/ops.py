@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from resfx.passes import gating
 from resfx.passes.products import wide_linear
 from resfx.passes.routing import mixture
 from resfx.passes.statistics import along, full_precision, inverse_rms, wide
@@ -159,26 +160,19 @@ def learned_scaled_write(h: Tensor, u: Tensor, lam: Tensor, divisor: float, loop
 
 def _like_pool(streams: Sequence[Tensor], *rest: object) -> Tensor:
     dtype = rest[3] if len(rest) > 3 and isinstance(rest[3], torch.dtype) else None
-    return torch.empty_like(streams[0], dtype=dtype)
+    return _like(streams[0], dtype=dtype)
 
 
 @_example(_like_pool)
 def pool(streams: Sequence[Tensor], w_alpha: Tensor, eps: float, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """sum_i p_i s_i, p = softmax_i(w_alpha . rms(s_i) / sqrt(D)), in `dtype`, else in that of the first stream."""
     with full_precision(streams[0]):
-        weights = pool_weights(streams, w_alpha, eps, dim)
-        pooled = reduce(torch.add, [p * wide(s) for p, s in zip(weights, streams, strict=True)])
-        return pooled.to(dtype or streams[0].dtype)
-
-
-def pool_weights(streams: Sequence[Tensor], w_alpha: Tensor, eps: float, dim: int) -> tuple[Tensor, ...]:
-    """softmax_i(w_alpha . rms(s_i) / sqrt(D)), one weight per token and stream."""
-    return torch.stack(_logits(streams, w_alpha, eps, dim)).softmax(0).unbind(0)
+        return gating.pooled(streams, w_alpha, eps, dim, dtype or streams[0].dtype)
 
 
 def _like_streams(streams: Sequence[Tensor], *rest: object) -> list[Tensor]:
     dtype = rest[5] if len(rest) > 5 and isinstance(rest[5], torch.dtype) else streams[0].dtype
-    return [torch.empty_like(stream, dtype=dtype) for stream in streams]
+    return [_like(stream, dtype=dtype) for stream in streams]
 
 
 @_example(_like_streams)
@@ -193,8 +187,8 @@ def independent_mix(
 ) -> list[Tensor]:
     """s_i <- (1 - b_i) s_i + b_i u, b_i = sigmoid(w_beta . rms(s_i) / sqrt(D) + b_beta_i). Dtype as in `pool`."""
     with full_precision(u):
-        gates = independent_gates(streams, w_beta, b_beta, eps, dim)
-        return _mixed(streams, u, gates, dtype or streams[0].dtype)
+        gates = gating.independent(streams, w_beta, b_beta, eps, dim)
+        return gating.mixed(streams, u, gates, dtype or streams[0].dtype)
 
 
 @_example(_like_streams)
@@ -212,36 +206,8 @@ def competitive_mix(
     Dtype as in `pool`.
     """
     with full_precision(u):
-        gates = competitive_gates(streams, w_beta, forget, eps, dim)
-        return _mixed(streams, u, gates, dtype or streams[0].dtype)
-
-
-def independent_gates(streams: Sequence[Tensor], w_beta: Tensor, b_beta: Tensor, eps: float, dim: int) -> list[Tensor]:
-    """b_i = sigmoid(w_beta . rms(s_i) / sqrt(D) + b_beta_i), one per token and stream."""
-    logits = _logits(streams, w_beta, eps, dim)
-    return [torch.sigmoid(z + b) for z, b in zip(logits, wide(b_beta).unbind(0), strict=True)]
-
-
-def competitive_gates(streams: Sequence[Tensor], w_beta: Tensor, forget: Tensor, eps: float, dim: int) -> list[Tensor]:
-    """softmax([forget, w_beta . rms(s_1) / sqrt(D), ..]) without its first entry."""
-    logits = _logits(streams, w_beta, eps, dim)
-    first = wide(forget).reshape([1] * logits[0].dim()).expand_as(logits[0])
-    return list(torch.stack([first, *logits]).softmax(0).unbind(0)[1:])
-
-
-def _mixed(streams: Sequence[Tensor], u: Tensor, gates: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    wide_u = wide(u)
-    return [(wide(s) + g * (wide_u - wide(s))).to(dtype) for s, g in zip(streams, gates, strict=True)]
-
-
-def _logits(streams: Sequence[Tensor], w: Tensor, eps: float, dim: int) -> list[Tensor]:
-    """w . rms(s_i) / sqrt(D) per token and stream."""
-    vector = wide(w) / w.shape[0] ** 0.5
-    logits = []
-    for stream in streams:
-        s = wide(stream)
-        logits.append(inverse_rms(s, eps, dim) * (s * along(vector, s, dim)).sum(dim, keepdim=True))
-    return logits
+        gates = gating.competitive(streams, w_beta, forget, eps, dim)
+        return gating.mixed(streams, u, gates, dtype or streams[0].dtype)
 
 
 def pick(values: Sequence[Tensor], index: int) -> Tensor:

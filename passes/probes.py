@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resfx.passes import ops, routing
+from resfx.passes import gating, ops, routing
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,19 @@ def _routed_read(
 
 
 def _pool(streams: Sequence[Tensor], w_alpha: Tensor, eps: float, dim: int, dtype: torch.dtype | None = None) -> Probe:
-    return Probe(weights=ops.pool_weights(streams, w_alpha, eps, dim))
+    return Probe(weights=gating.pool_weights(streams, w_alpha, eps, dim))
 
 
 def _independent_mix(
     streams: Sequence[Tensor], u: Tensor, w_beta: Tensor, b_beta: Tensor, eps: float, dim: int, *_: object
 ) -> Probe:
-    return Probe(gates=tuple(ops.independent_gates(streams, w_beta, b_beta, eps, dim)))
+    return Probe(gates=tuple(gating.independent(streams, w_beta, b_beta, eps, dim)))
 
 
 def _competitive_mix(
     streams: Sequence[Tensor], u: Tensor, w_beta: Tensor, forget: Tensor, eps: float, dim: int, *_: object
 ) -> Probe:
-    return Probe(gates=tuple(ops.competitive_gates(streams, w_beta, forget, eps, dim)))
+    return Probe(gates=tuple(gating.competitive(streams, w_beta, forget, eps, dim)))
 
 
 def _review_write(

@@ -1,0 +1,83 @@
+"""What a compiler should write to memory: values that many later nodes read.
+
+Left to itself Inductor keeps what such a value was computed from, a wide copy or all of its sources, which every reader then reads again;
+a form's cost is memory traffic, so that costs whole passes. Outside of `torch.compile` these functions return their argument.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def stored(x: Tensor) -> Tensor:
+    """`x`, written once in its own dtype, and so its gradient."""
+    if not _compiling():
+        return x
+    kept: Tensor = _Stored.apply(x)
+    return kept
+
+
+def stored_to_train(x: Tensor) -> Tensor:
+    """`stored`, where the backward needs `x`; inference has one reader less and computes `x` on its way."""
+    return stored(x) if x.requires_grad else x
+
+
+def _compiling() -> bool:
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not _transformed()
+
+
+def _transformed() -> bool:
+    """Whether a function transform runs: Dynamo can't trace vmap over an autograd.Function. There is no public name."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@torch.library.custom_op("resfx::stored", mutates_args=())
+def _stored(x: Tensor) -> Tensor:
+    """A copy, for compilers that do not know the operator; Inductor makes none."""
+    return x.clone()
+
+
+@_stored.register_fake
+def _(x: Tensor) -> Tensor:
+    _tell_inductor()
+    return torch.empty_like(x)
+
+
+@_stored.register_vmap
+def _(info: Any, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | None]:
+    return torch.ops.resfx.stored(x), in_dims[0]
+
+
+@functools.cache
+def _tell_inductor() -> None:
+    """What the operator is to Inductor: its argument, as a buffer. There is no public name for that; asked for at the first graph, to
+    keep `import resfx` light."""
+    from torch._inductor.lowering import register_lowering
+
+    @register_lowering(torch.ops.resfx.stored.default, type_promotion_kind=None)
+    def realize(x: Any) -> Any:
+        x.realize()
+        return x
+
+
+class _Stored(torch.autograd.Function):
+    """The operator with its gradient: what `register_autograd` gives knows no function transforms."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        kept: Tensor = torch.ops.resfx.stored(x)
+        return kept
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return stored(g)

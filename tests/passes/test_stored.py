@@ -1,0 +1,79 @@
+"""What compilers are told to keep in memory, and what it leaves as it is: every number and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from passes_toys import relative
+from torch import Tensor
+
+from resfx.passes import gating, ops
+from resfx.passes.stored import stored, stored_to_train
+
+EPS = 1e-6
+
+
+def write(w_alpha: Tensor, w_beta: Tensor, b_beta: Tensor, u: Tensor, *streams: Tensor) -> Tensor:
+    """One write of MultiGate, and what is read after it, from a view with an offset."""
+    mixed = ops.independent_mix(streams, u, w_beta, b_beta, EPS, -1)
+    return torch.cat([ops.pool(mixed, w_alpha, EPS, -1)[:, 1:], mixed[0].sum().expand_as(u)], 1)
+
+
+def formula(w_alpha: Tensor, w_beta: Tensor, b_beta: Tensor, u: Tensor, *streams: Tensor) -> Tensor:
+    """The same over a stack."""
+    s = torch.stack(streams)
+
+    def rms(x: Tensor) -> Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + EPS) / x.shape[-1] ** 0.5
+
+    b = torch.sigmoid((rms(s) * w_beta).sum(-1, keepdim=True) + b_beta.reshape(-1, 1, 1, 1))
+    s = (1 - b) * s + b * u
+    p = (rms(s) * w_alpha).sum(-1, keepdim=True).softmax(0)
+    return torch.cat([(p * s).sum(0)[:, 1:], s[0].sum().expand_as(u)], 1)
+
+
+def inputs() -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    shapes = [(6,), (6,), (3,), *[(2, 3, 6)] * 4]
+    return tuple(torch.randn(s, dtype=torch.float64).requires_grad_() for s in shapes)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_a_write_of_multi_gate(backend: str | None) -> None:
+    tensors = inputs()
+    ours = write if backend is None else torch.compile(write, backend=backend, fullgraph=True)
+    actual, expected = ours(*tensors), formula(*tensors)
+    assert relative(actual, expected) < 1e-12
+    g = torch.randn_like(expected)
+    for a, e in zip(torch.autograd.grad(actual, tensors, g), torch.autograd.grad(expected, tensors, g), strict=True):
+        assert relative(a, e) < 1e-11
+    with torch.no_grad():
+        assert relative(ours(*tensors), expected) < 1e-12
+
+
+def test_outside_of_a_compiler_nothing_happens() -> None:
+    x = torch.randn(3, requires_grad=True)
+    assert stored(x) is x
+    assert stored_to_train(x) is x
+    program = torch.export.export(_Write(), tuple(t.detach() for t in inputs()))
+    assert not [node for node in program.graph.nodes if "stored" in str(node.target)]
+
+
+class _Write(torch.nn.Module):
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return write(*tensors)
+
+
+def test_compiled_transforms() -> None:
+    """Per-sample gradients within torch.compile."""
+    tensors = tuple(t.detach() for t in inputs())
+    per_sample = torch.func.vmap(torch.func.grad(lambda *t: write(*t).square().sum(), 3), (None,) * 3 + (0,) * 4)
+    batch = [t.unsqueeze(1) for t in tensors[3:]]
+    expected = per_sample(*tensors[:3], *batch)
+    actual = torch.compile(per_sample, backend="aot_eager", fullgraph=True)(*tensors[:3], *batch)
+    assert relative(actual, expected) < 1e-12
+
+
+def test_a_softmax_of_large_logits() -> None:
+    logits = [torch.tensor([[800.0]]), torch.tensor([[-900.0]]), torch.tensor([[799.0]])]
+    assert torch.allclose(torch.stack(gating._softmax(logits)), torch.stack(logits).softmax(0))
