@@ -160,7 +160,7 @@ def learned_scaled_write(h: Tensor, u: Tensor, lam: Tensor, divisor: float, loop
 
 def _like_pool(streams: Sequence[Tensor], *rest: object) -> Tensor:
     dtype = rest[3] if len(rest) > 3 and isinstance(rest[3], torch.dtype) else None
-    return _like(streams[0], dtype=dtype)
+    return torch.empty_like(streams[0], dtype=dtype)
 
 
 @_example(_like_pool)
@@ -172,7 +172,7 @@ def pool(streams: Sequence[Tensor], w_alpha: Tensor, eps: float, dim: int, dtype
 
 def _like_streams(streams: Sequence[Tensor], *rest: object) -> list[Tensor]:
     dtype = rest[5] if len(rest) > 5 and isinstance(rest[5], torch.dtype) else streams[0].dtype
-    return [_like(stream, dtype=dtype) for stream in streams]
+    return [torch.empty_like(stream, dtype=dtype) for stream in streams]
 
 
 @_example(_like_streams)
