@@ -17,22 +17,17 @@ def stored(x: Tensor) -> Tensor:
     """`x`, written once in its own dtype, and so its gradient."""
     if not _compiling():
         return x
-    kept: Tensor = _Stored.apply(x)
+    kept: Tensor = torch.ops.resfx.stored(x)
     return kept
 
 
 def stored_to_train(x: Tensor) -> Tensor:
-    """`stored`, where the backward needs `x`; inference has one reader less and computes `x` on its way."""
+    """`stored`, where the backward needs `x` too; inference computes it on its way."""
     return stored(x) if x.requires_grad else x
 
 
 def _compiling() -> bool:
-    return torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not _transformed()
-
-
-def _transformed() -> bool:
-    """Whether a function transform runs: Dynamo can't trace vmap over an autograd.Function. There is no public name."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
 @torch.library.custom_op("resfx::stored", mutates_args=())
@@ -64,20 +59,9 @@ def _tell_inductor() -> None:
         return x
 
 
-class _Stored(torch.autograd.Function):
-    """The operator with its gradient: what `register_autograd` gives knows no function transforms."""
+def _to_gradient(ctx: Any, g: Tensor) -> Tensor:
+    kept: Tensor = torch.ops.resfx.stored(g)
+    return kept
 
-    generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        kept: Tensor = torch.ops.resfx.stored(x)
-        return kept
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return stored(g)
+_stored.register_autograd(_to_gradient)

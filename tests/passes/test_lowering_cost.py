@@ -21,6 +21,10 @@ pytest.importorskip("triton", reason="Inductor writes GPU code with it")
 EXPECTED = {
     "plain": (6_085_959_680, 14_916_655_104),
     "delta": (8_149_950_464, 24_656_791_552),
+    "multi gate": (7_506_317_384, 23_477_705_712),
+    "review": (9_912_762_368, 31_090_577_408),
+    "scaled loop": (6_085_959_680, 15_654_852_608),
+    "standard": (6_085_959_680, 14_916_655_104),
 }
 
 

@@ -64,16 +64,6 @@ class _Write(torch.nn.Module):
         return write(*tensors)
 
 
-def test_compiled_transforms() -> None:
-    """Per-sample gradients within torch.compile."""
-    tensors = tuple(t.detach() for t in inputs())
-    per_sample = torch.func.vmap(torch.func.grad(lambda *t: write(*t).square().sum(), 3), (None,) * 3 + (0,) * 4)
-    batch = [t.unsqueeze(1) for t in tensors[3:]]
-    expected = per_sample(*tensors[:3], *batch)
-    actual = torch.compile(per_sample, backend="aot_eager", fullgraph=True)(*tensors[:3], *batch)
-    assert relative(actual, expected) < 1e-12
-
-
 def test_a_softmax_of_large_logits() -> None:
     logits = [torch.tensor([[800.0]]), torch.tensor([[-900.0]]), torch.tensor([[799.0]])]
     assert torch.allclose(torch.stack(gating._softmax(logits)), torch.stack(logits).softmax(0))
