@@ -12,6 +12,7 @@ from torch import fx, nn
 from resfx.graphed import TRAIN_REFUSAL
 from resfx.passes import Applied, Plan, Refusal, apply_all
 from resfx.patterns import ResfxError, ResidualMap, Stream, refresh
+from resfx.patterns.alive import living, reaching_output
 from resfx.patterns.rejected import Rejected
 from resfx.patterns.streams import Event, Transition, Write
 from resfx.rewritten import Origin, Rewritten
@@ -53,7 +54,8 @@ def apply_plans(
     Errors: RewriteError where a stream of `named`, or every stream, can't take its form.
     """
     kept = untouched.copied()
-    fresh = [replace(plan, stream=untouched.streams[plan.stream.index]) for plan in plans]
+    live = reaching_output(untouched.graph)
+    fresh = [replace(plan, stream=living(untouched.streams[plan.stream.index], live)) for plan in plans]
     outcomes = apply_all(module, fresh, streams=untouched.streams)
     report = residual_report(untouched, outcomes, named, module)
     applied = tuple(plan for plan, outcome in zip(fresh, outcomes, strict=True) if isinstance(outcome, Applied))

@@ -1,0 +1,45 @@
+"""Which part of a stream an output depends on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import takewhile
+
+from torch.fx import Graph, Node
+
+from resfx.patterns.streams import Reader, Stream, Write
+
+_UNREAD = "no output depends on it"
+
+
+def reaching_output(graph: Graph) -> set[Node]:
+    """The nodes that an output is computed from."""
+    live: set[Node] = set()
+    waiting = [node for node in graph.nodes if node.op == "output"]
+    while waiting:
+        node = waiting.pop()
+        if node not in live:
+            live.add(node)
+            waiting.extend(node.all_input_nodes)
+    return live
+
+
+def living(stream: Stream, live: set[Node]) -> Stream:
+    """The stream up to its last state in `live`; the sites after it are marked as refused.
+
+    A dropout behind the last update keeps what nobody reads in the graph, since it draws random numbers. Such readers are content
+    with any value of the state's shape.
+    """
+    events = tuple(takewhile(lambda event: event.after in live, stream.events))
+    kept = {event.site for event in events if isinstance(event, Write)}
+    for site in stream.sites:
+        if site not in kept:
+            site.refused = site.refused or _UNREAD
+    if not kept:
+        return replace(stream, refused=stream.refused or _UNREAD)
+    states = {stream.entry, *(event.after for event in events)}
+    numbers = {site.index for site in kept}
+    listed = [reader for reader in stream.readers if reader.state in states and reader.user in live]
+    readers = [r if r.site is None or r.site in numbers else replace(r, role="tap", site=None) for r in listed]
+    idle = [(user, state) for state in states for user in state.users if user not in live]
+    return replace(stream, events=events, readers=(*readers, *(Reader(user, state, "shape") for user, state in idle)))
