@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zoo_sweep
-from zoo_report import gather, page, reason_class
+from zoo_report import gather, page, reason_class, runs
 from zoo_steps import Report, Subject, attempt, distance
 from zoo_sweep import is_open, read, shard, sweep, take_through
 
@@ -81,10 +81,13 @@ def test_the_page_counts_and_lists(tmp_path: Path) -> None:
         NAME: {"capture": {"status": "pass"}, "sites": {"status": "fail", "reason": "3 for 4"}},
         "qwen2": {"capture": {"status": "refuse", "class": "CaptureError", "reason": "`model.1` | at line 7"}},
     }
-    lines = [json.dumps({"model": name, "group": "find", "timeout": 1, "steps": each}) for name, each in steps.items()]
+    lines = [
+        json.dumps({"model": name, "group": "find", "commit": "abc", "steps": each}) for name, each in steps.items()
+    ]
     results = tmp_path / "results.jsonl"
     results.write_text("\n".join(lines))
-    text = page(gather([results]))
+    text = page(gather([results]), list(runs([results])))
+    assert f"- find: 2 of {len(zoo_sweep.ZOO)} models; 2 at abc" in text
     assert "| capture | - | - | 1 / 1 / 0 / 0 | 1 / 1 / 0 / 0 | 50.0% |" in text
     assert "| 1 | capture | refuse | CaptureError: `..` \\| at line # |" in text
     assert f"| {NAME} | sites | fail | 3 for 4 |" in text

@@ -47,6 +47,16 @@ def gather(files: Sequence[Path]) -> dict[str, Steps]:
     return models
 
 
+def runs(files: Sequence[Path]) -> Iterator[str]:
+    """How many models each group of steps was run on, at which commit."""
+    lines = {key: line for file in files for key, line in read(file).items()}
+    found = Counter((group, line.get("commit", "unknown")) for (_, group), line in lines.items())
+    for group in dict.fromkeys(group for group, _ in found):
+        parts = [f"{count} at {commit}" for (each, commit), count in found.most_common() if each == group]
+        total = sum(count for (each, _), count in found.items() if each == group)
+        yield f"- {group}: {total} of {len(ZOO)} models; {', '.join(parts)}"
+
+
 def step_names(models: dict[str, Steps]) -> list[str]:
     """Every step that was run, in the order of first appearance."""
     return list(dict.fromkeys(step for steps in models.values() for step in steps))
@@ -121,7 +131,7 @@ def versions() -> str:
     return ", ".join([f"Python {platform.python_version()}", *(f"{name} {v}" for name, v in found.items())])
 
 
-def page(models: dict[str, Steps]) -> str:
+def page(models: dict[str, Steps], ran: Sequence[str]) -> str:
     steps = dict.fromkeys(step.rpartition(".")[2] for step in step_names(models))
     return "\n".join(
         [
@@ -129,6 +139,10 @@ def page(models: dict[str, Steps]) -> str:
             "",
             f"{len(models)} of the {len(ZOO)} models of `tests/zoo`, {datetime.now(UTC):%Y-%m-%d}, {versions()}.",
             "Written by `make coverage`; not edited by hand. What the expected counts mean: `tests/zoo/README.md`.",
+            "",
+            "What ran, and at which commit; a group that is not named for a model did not run on it:",
+            "",
+            *ran,
             "",
             "## Steps",
             "",
@@ -154,7 +168,7 @@ def page(models: dict[str, Steps]) -> str:
 def main() -> None:
     target, *files = map(Path, sys.argv[1:])
     target.parent.mkdir(exist_ok=True)
-    target.write_text(page(gather(files)))
+    target.write_text(page(gather(files), list(runs(files))))
 
 
 if __name__ == "__main__":

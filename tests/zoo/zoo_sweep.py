@@ -16,6 +16,7 @@ import logging
 import multiprocessing
 import resource
 import signal
+import subprocess
 import time
 import warnings
 import zlib
@@ -123,6 +124,12 @@ def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return {(line["model"], line["group"]): line for line in lines}
 
 
+def head() -> str:
+    """The commit that is swept, marked where the working tree differs from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def is_open(line: dict[str, Any] | None, timeout: float) -> bool:
     """Is there work left? What ran out of time is tried again with more of it."""
     if line is None:
@@ -134,13 +141,13 @@ def is_open(line: dict[str, Any] | None, timeout: float) -> bool:
 def sweep(
     path: Path, names: Sequence[str], groups: Sequence[str], timeout: float, say: Callable[[str], None] = print
 ) -> None:
-    done = read(path)
+    done, commit = read(path), head()
     for name in names:
         missing = [group for group in groups if is_open(done.get((name, group)), timeout)]
         if not missing:
             continue
         for group, entry in take_through(name, missing, timeout * len(missing)).items():
-            line = {"model": name, "group": group, "timeout": timeout, **entry}
+            line = {"model": name, "group": group, "timeout": timeout, "commit": commit, **entry}
             with path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             wrong = {step: result for step, result in entry["steps"].items() if result["status"] in ("fail", "refuse")}
