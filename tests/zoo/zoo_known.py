@@ -25,6 +25,8 @@ def _silent(*forms: str) -> dict[str, str]:
     return {f"{form}.parameters": "change nothing" for form in forms}
 
 
+_DATA_DEPENDENT = {"capture": "GuardOnDataDependentSymNode", **_rewrite("GuardOnDataDependentSymNode")}
+
 KNOWN: dict[str, dict[str, str]] = {
     # The last layer's sum of the layout stream reaches no output: torch.export drops it, and there is nothing to rewrite. The one
     # before it reaches none either, stays in the graph for its dropout, and is left plain.
@@ -52,9 +54,9 @@ KNOWN: dict[str, dict[str, str]] = {
     "timm/eca_vovnet39b": _rewrite("treespec.unflatten"),
     "timm/xception41p": _rewrite("the captured graph's output differs"),
     # The roots sort and filter boxes by their values: data-dependent sizes in the code around the backbone.
-    "tv/det_retinanet_resnet50_fpn": {"capture": "GuardOnDataDependentSymNode"},
-    "tv/det_ssd300_vgg16": {"capture": "GuardOnDataDependentSymNode"},
-    "tv/det_ssdlite320_mobilenet_v3_large": {"capture": "GuardOnDataDependentSymNode"},
+    "tv/det_retinanet_resnet50_fpn": _DATA_DEPENDENT,
+    "tv/det_ssd300_vgg16": _DATA_DEPENDENT,
+    "tv/det_ssdlite320_mobilenet_v3_large": _DATA_DEPENDENT,
     # Streams are counted otherwise; which count is right was not decided. dpn48b's captured graph differs too, as xception41p's.
     "timm/dpn48b": {"streams": "12 for 0", **_rewrite("the captured graph's output differs")},
     "timm/dpn68": {"streams": "18 for 0"},
