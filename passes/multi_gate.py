@@ -73,6 +73,7 @@ class _MultiGate(StreamState):
         super().__init__(stage)
         self.form = form
         self.streams = [h0]
+        self.sites = len(stage.stream.sites)
 
     def write(self, site: Site, h: Node, u: Node) -> Node | None:
         stage, form = self.stage, self.form
@@ -98,7 +99,7 @@ class _MultiGate(StreamState):
     def _mix(self, site: Site, h: Node, u: Node) -> None:
         stage, form = self.stage, self.form
         n = len(self.streams)
-        inverse = form.inverse_gate(len(stage.stream.sites) - form.streams + 1)
+        inverse = form.inverse_gate(self.sites - form.streams + 1)
         w_beta = stage.parameter(site, "w_beta", ParameterSpec((stage.size,)))
         streams, rest = list(self.streams), (form.eps, stage.dim, self.dtype_beside(h, self.streams[0]))
         if form.gate == "independent":

@@ -62,14 +62,16 @@ class ModuleParameters:
 
     def __init__(self, graph_module: GraphModule) -> None:
         self.graph_module = graph_module
-        self.names: list[str] = []
-        self._own = dict(graph_module.named_parameters(remove_duplicate=False))
+        self._made: set[str] = set()
+        named = graph_module.named_parameters(remove_duplicate=False)
+        floating = [(name, value) for name, value in named if value.is_floating_point()]
+        self._own = {name: (number, value) for number, (name, value) in enumerate(floating)}
 
     def node(self, editor: Editor, name: str, spec: ParameterSpec, site: Site) -> Node:
         """A get_attr of the parameter. Errors: EditError where the name is taken."""
-        if name not in self.names:
+        if name not in self._made:
             self._create(name, spec, site)
-            self.names.append(name)
+            self._made.add(name)
         return editor.attribute(name, self.graph_module.get_parameter(name))
 
     def _create(self, name: str, spec: ParameterSpec, site: Site) -> None:
@@ -85,8 +87,6 @@ class ModuleParameters:
 
     def _place_of(self, site: Site) -> tuple[torch.device, torch.dtype]:
         """Device and dtype of the first floating Parameter the branch uses, else of the state."""
-        for name, parameter in self._own.items():
-            if name in site.params and parameter.is_floating_point():
-                return parameter.device, parameter.dtype
-        state = site.result.meta["val"]
-        return state.device, state.dtype
+        used = [self._own[name] for name in site.params if name in self._own]
+        like = min(used, key=lambda numbered: numbered[0])[1] if used else site.result.meta["val"]
+        return like.device, like.dtype

@@ -79,6 +79,7 @@ class Walk:
         self.mixes = plan.warm_start and plan.form.warm_by_mix
         self.layouts = Layouts(editor)
         self.readers = _by_state(plan.stream)
+        self.sites = plan.stream.sites
         self.last_write = max(i for i, event in enumerate(plan.stream.events) if isinstance(event, Write))
         self.taps = 0
         # Since the last write: the layouts then, and each stretch of the stream that has followed (with its input).
@@ -225,7 +226,7 @@ class Walk:
         if reader.role == "shape":
             return self._any_value()
         if reader.role == "branch":
-            return self._branch_value(self.stream.sites[reader.site or 0])
+            return self._branch_value(self.sites[reader.site or 0])
         return self._tap_value(final=index > self.last_write)
 
     def _branch_value(self, site: Site) -> Node:

@@ -11,7 +11,6 @@ from itertools import chain
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from resfx.modes import ModeSwitch
 from resfx.patterns.dialect import module_path, source_of
@@ -23,11 +22,23 @@ def fixed_dtypes(module: nn.Module, graph: fx.Graph) -> FixedDtypes:
     """Every floating dtype that is written down in `graph`, or in a graph that it calls, and where."""
     found: FixedDtypes = {}
     for node in chain(graph.nodes, *(inner.graph.nodes for inner in inner_graphs(module, graph))):
-        for value in pytree.tree_leaves((node.args, node.kwargs)):
-            if isinstance(value, torch.dtype) and value.is_floating_point:
+        for value in _written(node):
+            if value.is_floating_point and value not in found:
                 name = str(getattr(node.target, "__name__", node.target))
-                found.setdefault(value, f"`{name}` at `{module_path(node) or 'root'}`, {source_of(node) or node.name}")
+                found[value] = f"`{name}` at `{module_path(node) or 'root'}`, {source_of(node) or node.name}"
     return found
+
+
+def _written(node: fx.Node) -> Iterator[torch.dtype]:
+    """The dtypes among the arguments of a node."""
+    pending: list[object] = [*node.args, *node.kwargs.values()]
+    for value in pending:  # grows below
+        if isinstance(value, torch.dtype):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            pending.extend(value)
+        elif isinstance(value, dict):
+            pending.extend(value.values())
 
 
 def inner_graphs(module: nn.Module, graph: fx.Graph) -> Iterator[fx.GraphModule]:

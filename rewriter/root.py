@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -11,13 +12,28 @@ from torch import fx, nn
 _ALIASES = "resfx_aliases"
 
 
+class Graft(fx.GraphModule):
+    """A GraphModule that generates its code when it is called.
+
+    Between capture and result a graph is edited a dozen times and run once or never: code for each edit took most of the time.
+    """
+
+    def recompile(self) -> Any:
+        """The next call generates the code anew."""
+        type(self).forward = Graft.forward  # type: ignore[method-assign]  # every GraphModule has a class of its own
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        super().recompile()
+        return self.forward(*args, **kwargs)
+
+
 def graft(model: nn.Module, graph: fx.Graph | None = None) -> fx.GraphModule:
     """A GraphModule whose children, parameters and buffers are the very objects of `model`, never-called ones too.
 
     Class attributes and other instance attributes are not taken over. `graph_target` tells what a name is in the graph:
     one that GraphModule has itself (`graph`, `code`, `meta`) is another there.
     """
-    module = fx.GraphModule(nn.Module(), fx.Graph())
+    module = Graft(nn.Module(), fx.Graph())
     names = [*model._modules, *model._parameters, *model._buffers]
     aliases = {name: f"_user_{name}" for name in names if hasattr(module, name)}
     module._modules.update({aliases.get(name, name): child for name, child in model._modules.items()})
