@@ -89,7 +89,8 @@ class Facts:
         return self._bits.setdefault(carrier, 1 << len(self._bits))
 
     def visit(self, node: Node) -> None:
-        inputs = list(data_inputs(node)) if dialect.holds_numbers(node) else []  # indices, masks and sizes carry no state
+        # Indices, masks and sizes carry no state.
+        inputs = list(data_inputs(node)) if dialect.holds_numbers(node) else []
         depends = direct = learned = learned_direct = 0
         for i in inputs:
             if i not in self._depends:
