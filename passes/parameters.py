@@ -26,6 +26,13 @@ class ParameterSpec:
     fill: float = 0.0
     std: float = 0.0
 
+    def start(self, value: torch.Tensor) -> None:
+        """Fill `value` in place."""
+        if self.std > 0:
+            nn.init.normal_(value, self.fill, self.std)
+        else:
+            nn.init.constant_(value, self.fill)
+
 
 class Parameters(Protocol):
     """Where the parameters of a rewrite come from."""
@@ -39,6 +46,22 @@ class ParameterTree(nn.Module):
 
     A container that runs all of its children (nn.Sequential, in the live mode) gets back what it hands in.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._specs: dict[str, ParameterSpec] = {}
+
+    def add(self, name: str, spec: ParameterSpec, device: torch.device, dtype: torch.dtype) -> None:
+        """A new parameter at its start."""
+        value = torch.empty(spec.shape, device=device, dtype=dtype)
+        spec.start(value)
+        self.register_parameter(name, nn.Parameter(value))
+        self._specs[name] = spec
+
+    def reset_parameters(self) -> None:
+        """Give the tree's own parameters their start again, as torch's layers do: for what `to_empty` left without numbers."""
+        for name, spec in self._specs.items():
+            spec.start(self.get_parameter(name))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """The identity."""
@@ -76,14 +99,11 @@ class ModuleParameters:
 
     def _create(self, name: str, spec: ParameterSpec, site: Site) -> None:
         device, dtype = self._place_of(site)
-        value = torch.full(spec.shape, spec.fill, device=device, dtype=dtype)
-        if spec.std > 0:
-            value.normal_(spec.fill, spec.std)
         folder, _, leaf = name.rpartition(".")
         module = subtree(self.graph_module, folder, name)
         if hasattr(module, leaf):
             raise EditError(f"the model already has {name}; revert the earlier rewrite or choose another stream")
-        module.register_parameter(leaf, nn.Parameter(value))
+        module.add(leaf, spec, device, dtype)
 
     def _place_of(self, site: Site) -> tuple[torch.device, torch.dtype]:
         """Device and dtype of the first floating Parameter the branch uses, else of the state."""
