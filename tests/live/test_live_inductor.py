@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import live_toys
@@ -37,10 +39,30 @@ def test_what_is_cached_is_told_apart_by_form_and_options(tmp_path: Path, monkey
         model = live_toys.model()
         resfx.attach(model, form, (live_toys.inputs(),))
         perturb(model)
-        model(live_toys.inputs())
+        model(
+            live_toys.inputs()
+        ).sum().backward()  # the forward is kept with its backward, which is compiled when it is needed
         return counters["aot_autograd"]["autograd_cache_miss"], counters["aot_autograd"]["autograd_cache_hit"]
 
     assert misses(resfx.Review()) == (1, 0)
     assert misses(resfx.Review()) == (0, 1)
     assert misses(resfx.Review(eps=1e-3)) == (1, 0)
     assert misses(resfx.Highway()) == (1, 0)
+
+
+ONE_STEP = """
+import live_toys, resfx
+from torch._dynamo.utils import counters
+model = live_toys.model()
+resfx.attach(model, resfx.Review(), (live_toys.inputs(),))
+model(live_toys.inputs()).sum().backward()
+print(counters["aot_autograd"]["autograd_cache_miss"], counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def test_another_process_finds_what_was_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for expected in ("1 0", "0 1"):
+        command = [sys.executable, "-c", ONE_STEP]
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        assert done.stdout.strip() == expected, done.stderr[-2000:]
