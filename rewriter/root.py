@@ -35,7 +35,8 @@ def graft(model: nn.Module, graph: fx.Graph | None = None) -> fx.GraphModule:
     """
     module = Graft(nn.Module(), fx.Graph())
     names = [*model._modules, *model._parameters, *model._buffers]
-    aliases = {name: f"_user_{name}" for name in names if hasattr(module, name)}
+    taken = set(dir(module))  # without asking for any: `code` has no value yet
+    aliases = {name: f"_user_{name}" for name in names if name in taken}
     module._modules.update({aliases.get(name, name): child for name, child in model._modules.items()})
     module._parameters.update({aliases.get(name, name): value for name, value in model._parameters.items()})
     module._buffers.update({aliases.get(name, name): value for name, value in model._buffers.items()})
