@@ -18,6 +18,7 @@ from resfx.passes.autocast import RegionWriter, regions_of
 from resfx.passes.editor import functional_twin, value_of
 from resfx.passes.layouts import same_shape
 from resfx.passes.terms import event_path
+from resfx.patterns.alive import ancestors
 from resfx.patterns.dialect import CAST, LAYOUT, SHAPE_ONLY, op_name
 from resfx.patterns.streams import Event, Stream, Write
 
@@ -61,7 +62,7 @@ class Body:
 def body_of(entry: Node, end: Node) -> Body:
     """The body between two nodes of a graph."""
     dependent = _dependents(entry)
-    needed = _ancestors(end)
+    needed = ancestors([end])
     nodes = tuple(node for node in entry.graph.nodes if node in dependent and node in needed)
     return Body(entry, end, nodes, dependent)
 
@@ -74,17 +75,6 @@ def _dependents(entry: Node) -> frozenset[Node]:
         if sources and not (sources == [entry] and op_name(node) in SHAPE_ONLY):
             found.add(node)
     return frozenset(found - {entry})
-
-
-def _ancestors(end: Node) -> set[Node]:
-    found: set[Node] = set()
-    waiting = [end]
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting.extend(node.all_input_nodes)
-    return found
 
 
 def _from_to(first: Node, last: Node) -> Iterable[Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import takewhile
 
@@ -12,16 +13,21 @@ from resfx.patterns.streams import Reader, Stream, Write
 _UNREAD = "no output depends on it"
 
 
-def reaching_output(graph: Graph) -> set[Node]:
-    """The nodes that an output is computed from."""
-    live: set[Node] = set()
-    waiting = [node for node in graph.nodes if node.op == "output"]
+def ancestors(ends: Iterable[Node]) -> set[Node]:
+    """`ends`, and all that they are computed from."""
+    found: set[Node] = set()
+    waiting = list(ends)
     while waiting:
         node = waiting.pop()
-        if node not in live:
-            live.add(node)
+        if node not in found:
+            found.add(node)
             waiting.extend(node.all_input_nodes)
-    return live
+    return found
+
+
+def reaching_output(graph: Graph) -> set[Node]:
+    """The nodes that an output is computed from."""
+    return ancestors(node for node in graph.nodes if node.op == "output")
 
 
 def living(stream: Stream, live: set[Node]) -> Stream:

@@ -19,12 +19,17 @@ class Graft(fx.GraphModule):
     """
 
     def recompile(self) -> Any:
-        """The next call generates the code anew."""
+        """The next call, or a look at `code`, generates the code anew."""
         type(self).forward = Graft.forward  # type: ignore[method-assign]  # every GraphModule has a class of its own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         super().recompile()
         return self.forward(*args, **kwargs)
+
+    @property
+    def code(self) -> str:
+        super().recompile()
+        return super().code
 
 
 def graft(model: nn.Module, graph: fx.Graph | None = None) -> fx.GraphModule:
@@ -35,8 +40,7 @@ def graft(model: nn.Module, graph: fx.Graph | None = None) -> fx.GraphModule:
     """
     module = Graft(nn.Module(), fx.Graph())
     names = [*model._modules, *model._parameters, *model._buffers]
-    taken = set(dir(module))  # without asking for any: `code` has no value yet
-    aliases = {name: f"_user_{name}" for name in names if name in taken}
+    aliases = {name: f"_user_{name}" for name in names if hasattr(module, name)}
     module._modules.update({aliases.get(name, name): child for name, child in model._modules.items()})
     module._parameters.update({aliases.get(name, name): value for name, value in model._parameters.items()})
     module._buffers.update({aliases.get(name, name): value for name, value in model._buffers.items()})

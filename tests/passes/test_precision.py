@@ -11,15 +11,21 @@ from resfx.passes import apply, gating, ops, products, routing, statistics
 from resfx.passes.form import Form
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.to_spec())
-def test_half_precision(form: Form, dtype: torch.dtype) -> None:
+def perturbed(form: Form) -> tuple[torch.nn.Module, torch.Tensor, torch.fx.GraphModule]:
+    """A float32 model, its input, and its rewritten capture away from the start."""
     torch.manual_seed(0)
     model, x = Toy(layers=5, d=16, head=True), torch.randn(3, 5, 16)
     wide = capture(model, x)
     if not apply(wide, stream_of(wide), form):
         pytest.skip("too shallow for competitive gates")
     perturb(wide, size=0.1)
+    return model, x, wide
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.to_spec())
+def test_half_precision(form: Form, dtype: torch.dtype) -> None:
+    model, x, wide = perturbed(form)
     half = capture(model.to(dtype), x.to(dtype))
     dtypes = {node.name: node.meta["val"].dtype for node in half.graph.nodes if "linear" in node.name}
     apply(half, stream_of(half), form)
@@ -37,12 +43,7 @@ def test_half_precision(form: Form, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.to_spec())
 def test_statistics_in_float32_are_enough(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64 a half-precision model comes no closer to its float32 twin: what parts them are the values between the operations."""
-    torch.manual_seed(0)
-    model, x = Toy(layers=5, d=16, head=True), torch.randn(3, 5, 16)
-    wide = capture(model, x)
-    if not apply(wide, stream_of(wide), form):
-        pytest.skip("too shallow for competitive gates")
-    perturb(wide, size=0.1)
+    model, x, wide = perturbed(form)
     half, narrow = capture(model.bfloat16(), x.bfloat16()), x.bfloat16()
     apply(half, stream_of(half), form)
     half.load_state_dict(wide.state_dict())
