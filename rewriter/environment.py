@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,15 +62,30 @@ def _refill(table: dict[Any, Any] | list[Any] | set[Any], inside: Any) -> None:
     table.update(inside)
 
 
-@contextlib.contextmanager
-def _plain_attention() -> Iterator[None]:
-    """nn.TransformerEncoderLayer and MultiheadAttention fuse a whole layer into one op where gradients are off."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
+class _PlainAttention:
+    """nn.TransformerEncoderLayer and MultiheadAttention fuse a whole layer into one op where gradients are off: not within this.
+
+    torch has one switch for all threads: the first one in turns it off, the last one out puts it back.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._enabled = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._enabled = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self._inside += 1
+
+    def __exit__(self, *_error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                torch.backends.mha.set_fastpath_enabled(self._enabled)
+
+
+plain_attention = _PlainAttention()
 
 
 class _PlainCheckpoint:
@@ -114,7 +130,7 @@ def capturing(model: nn.Module, mode: Mode | None, seen_checkpoints: list[str]) 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_own_attributes(model))
         stack.enter_context(training_mode(model, mode))
-        stack.enter_context(_plain_attention())
+        stack.enter_context(plain_attention)
         stack.enter_context(_plain_checkpoints(seen_checkpoints))
         stack.enter_context(whole_stack_traces())
         stack.enter_context(noted_grad_mode())

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from resfx.attached import Attachment, is_running, running
+from resfx.environment import plain_attention
 from resfx.live_backend import LiveBackend
 from resfx.live_known import LiveError
 from resfx.patterns import ResfxError
@@ -87,7 +88,7 @@ def _enter(gate: LiveForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         )
     attachment = gate.attachment
     attachment.failure = None
-    with running(attachment), _tracing():
+    with running(attachment), _tracing(), plain_attention:
         try:
             return _checked(gate, _compiled(gate), args, kwargs)
         except Exception as error:

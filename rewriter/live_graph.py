@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from resfx.export_route import has_effect
+from resfx.failure import without_own_frames
 from resfx.functionalize import functionalize
 from resfx.live_indexing import spell_out_indexing
 from resfx.live_regions import inline_checkpoints
@@ -146,7 +147,10 @@ class LiveGraph:
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:
-    """A copy whose nodes have their example values as `val`; Dynamo keeps sources as attributes of placeholders."""
+    """A copy whose nodes have their example values as `val`, and no line of resfx as their source.
+
+    Dynamo keeps sources as attributes of placeholders.
+    """
     result = fx.Graph()
     result._codegen = copy.deepcopy(graph._codegen)
     env: dict[fx.Node, fx.Node] = {}
@@ -155,6 +159,8 @@ def _copied(graph: fx.Graph) -> fx.Graph:
         new.meta = copy.copy(node.meta)
         if "example_value" in new.meta:
             new.meta["val"] = new.meta["example_value"]
+        if new.meta.get("stack_trace"):
+            new.meta["stack_trace"] = without_own_frames(new.meta["stack_trace"])
         if hasattr(node, "_dynamo_source"):
             new._dynamo_source = node._dynamo_source
     return result

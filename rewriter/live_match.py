@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from resfx.failure import is_machinery
 from resfx.live_known import KnownStream, LiveError
 from resfx.patterns import Site, Stream
 from resfx.patterns.dialect import module_path, source_of
@@ -19,8 +20,18 @@ from resfx.patterns.sums import terms_of
 
 def at_known_places(graph: fx.Graph, known: Iterable[KnownStream]) -> list[fx.Node]:
     """The sums of the graph that stand where a known stream has a site."""
-    places = {site.place for stream in known for site in stream.sites}
-    return [node for node in graph.nodes if (module_path(node), source_of(node)) in places and is_sum(node)]
+    places = {place for stream in known for place in _places(stream)}
+    return [node for node in graph.nodes if _place(node) in places and is_sum(node)]
+
+
+def _place(node: fx.Node) -> tuple[str, str]:
+    return module_path(node), source_of(node)
+
+
+def _places(stream: KnownStream) -> set[tuple[str, str]]:
+    """Where the stream's sites may stand in a Dynamo graph: it keeps no line of a layer of torch's own."""
+    nameless = {(site.path, "") for site in stream.sites if is_machinery(site.source)}
+    return {site.place for site in stream.sites} | nameless
 
 
 def is_sum(node: fx.Node) -> bool:
@@ -71,8 +82,7 @@ def _refuse_rest(
         return
     sites = {site.node for stream in free for site in stream.sites}
     node = left[0]
-    place = (module_path(node), source_of(node))
-    stream = next(s for s in known if any(site.place == place for site in s.sites))
+    stream = next(s for s in known if _of(node, s))
     raise LiveError(_message(stream, [n for n in left if _of(n, stream)], sites, broke))
 
 
@@ -95,12 +105,12 @@ def _near(node: fx.Node, site: Site) -> bool:
 
 
 def _of(node: fx.Node, stream: KnownStream) -> bool:
-    return any(site.place == (module_path(node), source_of(node)) for site in stream.sites)
+    return _place(node) in _places(stream)
 
 
 def _message(stream: KnownStream, nodes: Sequence[fx.Node], sites: set[fx.Node], broke: str | None) -> str:
     total = len(stream.sites)
-    here = [(module_path(node), source_of(node)) for node in nodes]
+    here = [_place(node) for node in nodes]
     part = f"{len(here)} of its {total} sums ({_listed(here)})"
     head = f"stream {stream.index} ({_listed([stream.sites[0].place])}) is in this graph only in part: {part}"
     if broke is not None:
@@ -121,7 +131,7 @@ def _message(stream: KnownStream, nodes: Sequence[fx.Node], sites: set[fx.Node],
 
 
 def _listed(places: Sequence[tuple[str, str]]) -> str:
-    shown = ", ".join(f"{path or 'the root'}, {source}" for path, source in places[:3])
+    shown = ", ".join(", ".join(filter(None, (path or "the root", source))) for path, source in places[:3])
     return shown + (f" and {len(places) - 3} more" if len(places) > 3 else "")
 
 
