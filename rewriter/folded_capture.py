@@ -18,7 +18,8 @@ from resfx.fx_route import fx_flat
 from resfx.graphed import TRAIN_REFUSAL
 from resfx.inert import handed_back, moved, read_outside
 from resfx.leaves import branch_owners, called_paths, leaf_paths
-from resfx.modes import Difference, ModesDiffer, compare, equal_outputs, join_modes, leaf_test
+from resfx.mode_differences import Difference, ModesDiffer, compare, equal_outputs, leaf_test, twin_calls
+from resfx.modes import join_modes
 from resfx.module_calls import module_calls
 
 Hook = Callable[[Captured], None]
@@ -95,7 +96,8 @@ def _both_modes(
         eval_back = handed_back(evaluation.graph)
         back = moved(back, mapping) | moved(eval_back, fold(evaluation))
         equal = equal_outputs(captured.calls, evaluation.calls)
-        difference = compare(captured.graph, evaluation.graph, lambda node: False, equal, back)
+        twins = twin_calls(captured.graph, evaluation.calls)
+        difference = compare(captured.graph, evaluation.graph, lambda node: False, equal, back, twins)
     switched = join_modes(captured.graph_module, difference, evaluation.graph_module, model.training)
     mapping = {old: switched.get(new, new) for old, new in mapping.items()} | switched
     captured.graph_module.training = model.training
@@ -111,7 +113,8 @@ def _flat_difference(captured: Captured, flat: Captured) -> Difference | None:
     The flat graphs are enough where every difference is a constant of one operation (a dropout's flag).
     """
     in_leaf = leaf_test({(call.path, call.index) for call in captured.calls})
-    difference = compare(captured.graph, flat.graph, in_leaf, (), handed_back(captured.graph) | handed_back(flat.graph))
+    back = handed_back(captured.graph) | handed_back(flat.graph)
+    difference = compare(captured.graph, flat.graph, in_leaf, (), back, {})
     unpaired = [node for node in captured.graph.nodes if node not in difference.to_eval and not in_leaf(node)]
     twins = set(difference.to_eval.values())
     eval_only = [node for node in flat.graph.nodes if node not in twins and not in_leaf(node)]

@@ -19,8 +19,10 @@ class Block(nn.Module):
         super().__init__()
         self.kind = kind
         self.norm, self.f = nn.LayerNorm(d), nn.Linear(d, d)
+        self.drop = nn.Dropout(0.2) if kind == "passed_in_eval" else nn.Identity()
         self.register_buffer("mean", torch.zeros(d))
         self.register_buffer("var", torch.ones(d))
+        self.register_buffer("count", torch.zeros(()))
 
     def branch(self, b: torch.Tensor) -> torch.Tensor:
         kind = self.kind
@@ -32,6 +34,11 @@ class Block(nn.Module):
             return F.dropout2d(b.transpose(1, 2)[..., None], 0.3, self.training)[..., 0].transpose(1, 2)
         if kind == "batch_norm":
             return F.batch_norm(b.transpose(1, 2), self.mean, self.var, training=self.training).transpose(1, 2)
+        if kind in ("passed_through", "passed_in_eval"):
+            if self.training:
+                self.count.add_(1)
+            b = F.batch_norm(b.transpose(1, 2), self.mean, self.var, training=self.training).transpose(1, 2)
+            return self.drop(b).relu()
         if kind == "attention":
             p = 0.2 if self.training else 0.0
             return F.scaled_dot_product_attention(b[:, None], b[:, None], b[:, None], dropout_p=p)[:, 0]
@@ -58,7 +65,17 @@ class Net(nn.Module):
         return x
 
 
-KINDS = ["dropout", "dropout_in_place", "dropout2d", "batch_norm", "attention", "depth", "noise"]
+KINDS = [
+    "dropout",
+    "dropout_in_place",
+    "dropout2d",
+    "batch_norm",
+    "passed_through",
+    "passed_in_eval",
+    "attention",
+    "depth",
+    "noise",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -69,7 +86,7 @@ def test_both_modes_live(kind: str) -> None:
     graphed, folded = fold_model(model, (x,))
     assert folded.captured.mode == "train"
     switches = [module for module in graphed.modules() if isinstance(module, ModeSwitch)]
-    assert len(switches) == 2
+    assert len(switches) == (4 if kind.startswith("passed") else 2)  # the count is one of its own
     assert_same(model, graphed, (x,))
     assert_same(model, copy.deepcopy(graphed).requires_grad_(), (torch.randn(4, 6, 8),))
     assert list(graphed.state_dict()) == list(model.state_dict())
