@@ -23,6 +23,7 @@ _CHANNELS_FIRST = frozenset(
 )
 _NORMS_LAST = frozenset("layer_norm native_layer_norm rms_norm _fused_rms_norm".split())
 _LINEAR = frozenset("linear mm addmm matmul".split())
+_RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
 _REDUCTIONS = frozenset("mean var std var_mean std_mean norm linalg_vector_norm".split())
 _DEPTH = 8  # operations followed from the state into a branch, or back from an add
 
@@ -115,6 +116,8 @@ def _axis_of_input(node: Node, source: Node) -> int | None:
         shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
         return -1 if isinstance(shape, (list, tuple)) and len(shape) == 1 else None
     if name in _LINEAR and node.args and node.args[1 if name == "addmm" else 0] is source:
+        return -1
+    if name in _RECURRENT and node.args and node.args[0] is source:
         return -1
     if name in _REDUCTIONS:
         return _reduced_axis(node, rank)

@@ -16,6 +16,8 @@ from resfx.passes import Plan, Refusal, apply_all
 from resfx.passes.editor import Editor
 from resfx.passes.parameters import ParameterSpec
 from resfx.patterns import Site, Stream, search
+from resfx.patterns.alive import ancestors, living
+from resfx.twins import written_arguments
 
 Compiled = Callable[..., Any]
 
@@ -39,10 +41,12 @@ class LiveBackend:
         attachment.broke = break_line(getattr(graph_module, "compile_subgraph_reason", None)) or attachment.broke
         graph = LiveGraph(graph_module, example_inputs, attachment.model)
         graph.prepare()
-        if not at_known_places(graph.graph, attachment.streams):
+        live = ancestors(node for node in graph.graph.nodes if node.op == "output" or written_arguments(node))
+        sums = at_known_places((node for node in graph.graph.nodes if node in live), attachment.streams)
+        if not sums:
             return self._plain(graph_module, example_inputs)
         found = search(graph.module).streams
-        pairs = match(graph.graph, found, attachment.streams, attachment.broke)
+        pairs = match(sums, [living(stream, live) for stream in found], attachment.streams, attachment.broke)
         if not pairs:
             return self._plain(graph_module, example_inputs)
         _rewrite(graph, attachment, pairs, found)

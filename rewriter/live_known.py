@@ -6,7 +6,7 @@ Every graph that Dynamo captures later is held against it: the streams found the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,7 @@ from resfx.find import capture_notes
 from resfx.passes import Applied, Form, FormError, apply_all
 from resfx.passes.parameters import ParameterTree
 from resfx.patterns import NoResidualFound, ResfxError, ResidualMap, Stream, search
+from resfx.patterns.alive import living, reaching_output
 from resfx.rewrite import nothing_found, stream_plans
 from resfx.selection import Select, Streams
 from resfx.tidy import drop_whole_slices
@@ -89,12 +90,14 @@ def settle(
     found = search(flat.graph_module)
     if not found.streams:
         raise NoResidualFound(nothing_found(found), found.rejected)
-    plans = stream_plans(found.streams, form, select, streams, warm_start)
+    live = reaching_output(flat.graph)
+    chosen = stream_plans(found.streams, form, select, streams, warm_start)
+    plans = [replace(plan, stream=living(plan.stream, live)) for plan in chosen]
     before = {plan.stream.index: _sites(plan.stream) for plan in plans}
     untouched = Untouched(
         flat.graph, frozenset(), tuple(found.streams), tuple(found.rejected), tuple(capture_notes(flat)), None
     )
-    outcomes = apply_all(flat.graph_module, list(plans), streams=found.streams)
+    outcomes = apply_all(flat.graph_module, plans, streams=found.streams)
     insist = streams is not None or select is not None
     told = residual_report(untouched, outcomes, set(before) if insist else set(), flat.graph_module)
     known = [

@@ -18,10 +18,10 @@ from resfx.patterns.dialect import module_path, source_of
 from resfx.patterns.sums import terms_of
 
 
-def at_known_places(graph: fx.Graph, known: Iterable[KnownStream]) -> list[fx.Node]:
-    """The sums of the graph that stand where a known stream has a site."""
+def at_known_places(nodes: Iterable[fx.Node], known: Iterable[KnownStream]) -> list[fx.Node]:
+    """Those of `nodes` that are sums, and stand where a known stream has a site."""
     places = {place for stream in known for place in _places(stream)}
-    return [node for node in graph.nodes if _place(node) in places and is_sum(node)]
+    return [node for node in nodes if _place(node) in places and is_sum(node)]
 
 
 def _place(node: fx.Node) -> tuple[str, str]:
@@ -40,11 +40,11 @@ def is_sum(node: fx.Node) -> bool:
 
 
 def match(
-    graph: fx.Graph, found: Sequence[Stream], known: Sequence[KnownStream], broke: str | None
+    sums: Sequence[fx.Node], found: Sequence[Stream], known: Sequence[KnownStream], broke: str | None
 ) -> list[tuple[KnownStream, Stream]]:
-    """The known streams that this graph holds, each with the stream it is there, numbered as known.
+    """The known streams that a graph holds, each with the stream it is there, numbered as known.
 
-    `broke`: where and why Dynamo ended this graph or one before it. Errors: LiveError where a part of a stream is missing.
+    `sums`: the graph's sums at known places, `found`: its streams, both without what its outputs do not depend on. `broke`: where and why Dynamo ended this graph or one before it. Errors: LiveError where a part of a stream is missing.
     """
     free = list(found)
     pairs: list[tuple[KnownStream, Stream]] = []
@@ -53,7 +53,7 @@ def match(
         if twin is not None:
             free.remove(twin)
             pairs.append((stream, _numbered(twin, stream)))
-    _refuse_rest(graph, pairs, free, known, broke)
+    _refuse_rest(sums, pairs, free, known, broke)
     return pairs
 
 
@@ -70,14 +70,14 @@ def _numbered(stream: Stream, known: KnownStream) -> Stream:
 
 
 def _refuse_rest(
-    graph: fx.Graph,
+    sums: Sequence[fx.Node],
     pairs: Sequence[tuple[KnownStream, Stream]],
     free: Sequence[Stream],
     known: Sequence[KnownStream],
     broke: str | None,
 ) -> None:
     taken = {node for _, stream in pairs for site in stream.sites for node in _sum_of(site)}
-    left = [node for node in at_known_places(graph, known) if node not in taken]
+    left = [node for node in sums if node not in taken]
     if not left:
         return
     sites = {site.node for stream in free for site in stream.sites}
@@ -117,6 +117,12 @@ def _message(stream: KnownStream, nodes: Sequence[fx.Node], sites: set[fx.Node],
         return (
             f"{head}. A graph break cut it: {broke}. Remove that break, or move it before the stream's first or behind its"
             " last site; resfx.detach gives the plain model back"
+        )
+    if len(here) > total:
+        return (
+            f"stream {stream.index} ({_listed([stream.sites[0].place])}) is longer in this call than in the example of attach:"
+            f" {len(here)} sums, not {total}. The call reads states that no output of the example depended on, or runs more layers"
+            " or loops: attach with an example that does so too"
         )
     if len(here) != total:
         return (

@@ -47,6 +47,16 @@ class Convolutions1d(Net):
         return x + self.f(x)  # SITE
 
 
+@axis(-1)
+class Recurrent(Net):
+    def setup(self) -> None:
+        self.f = nn.GRU(D, D, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.f(x)
+        return x + y  # SITE
+
+
 @axis(-1, (2, 6, D))
 class MlpMixer(Net):
     """Tokens and channels are mixed in turn: the norms tell which axis is the feature axis."""
