@@ -51,6 +51,7 @@ class Captured:
     notes: list[str] = field(default_factory=list)
     attempt: Attempt | None = None  # the example and the dynamic shapes that worked
     functional: Functional = field(default_factory=Functional)
+    changing: set[int] = field(default_factory=set)  # ids of submodules that are no leaves: see changed_arguments.py
     untraced: CaptureError | None = None  # why some submodules stay eager; what is inside of them is not in the graph
 
     @property

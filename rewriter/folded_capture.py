@@ -11,6 +11,7 @@ from torch import fx, nn
 from resfx.calling import CallCodeGen
 from resfx.capture_errors import CaptureError
 from resfx.captured import Captured, Mode
+from resfx.changed_arguments import changing_modules
 from resfx.eager_calls import refuse_unfolded
 from resfx.export_capture import export_flat
 from resfx.fold import fold, sift
@@ -46,6 +47,7 @@ def capture_folded(
     `hook` sees the second capture's flat graph (with `calls`) before it is folded. Raises CaptureError.
     """
     opened = set(open_paths) | branch_owners(flat.graph)
+    flat.changing = changing_modules(model, args, kwargs)
     captured, reason = _in_train_mode(model, args, kwargs, flat, opened)
     if captured is not None:
         hook(captured)
@@ -147,12 +149,12 @@ def _export_leaves(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], flat: Captured, opened: set[str], mode: Mode
 ) -> Captured:
     if flat.frontend == "fx":
-        wanted = set(leaf_paths(model, opened, flat.graph))
+        wanted = set(_leaves(model, flat, opened))
         traced = fx_flat(model, args, kwargs, mode)
         traced.calls = [call for call in traced.calls if call.path in wanted]
         return traced
     while True:
-        leaves = leaf_paths(model, opened, flat.graph)
+        leaves = _leaves(model, flat, opened)
         try:
             exported = export_flat(model, args, kwargs, None, mode, leaves, flat.attempt)
         except CaptureError as error:
@@ -165,6 +167,16 @@ def _export_leaves(
         calls = module_calls(exported.program, exported.unlifted, leaves)
         exported.captured.calls = read_outside(exported.captured.graph, calls)
         return exported.captured
+
+
+def _leaves(model: nn.Module, flat: Captured, opened: set[str]) -> list[str]:
+    """The maximal submodules outside `opened`; those that change their arguments are opened as well."""
+    while True:
+        leaves = leaf_paths(model, opened, flat.graph)
+        changing = {path for path in leaves if id(model.get_submodule(path)) in flat.changing}
+        if not changing:
+            return leaves
+        opened |= changing
 
 
 def _culprit(error: BaseException, leaves: set[str]) -> str | None:
