@@ -44,7 +44,8 @@ def match(
 ) -> list[tuple[KnownStream, Stream]]:
     """The known streams that a graph holds, each with the stream it is there, numbered as known.
 
-    `sums`: the graph's sums at known places, `found`: its streams, both without what its outputs do not depend on. `broke`: where and why Dynamo ended this graph or one before it. Errors: LiveError where a part of a stream is missing.
+    `sums`: the graph's sums at known places, `found`: its streams, both without what its outputs do not depend on.
+    `broke`: where and why Dynamo ended this graph or one before it. Errors: LiveError where a part of a stream is missing.
     """
     free = list(found)
     pairs: list[tuple[KnownStream, Stream]] = []
