@@ -276,14 +276,17 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 @torch.no_grad()
 def wake(model: nn.Module) -> None:
-    """What would hide every change grows: layer scales of 1e-5 and zero gates to 0.2 to 0.5, a small start of a matrix to the usual."""
+    """What would hide every change grows: layer scales of 1e-5 and zero gates to 0.2 to 0.5, a small start of a matrix to the usual.
+
+    One that is the same number everywhere, such as a gain per channel, is no matrix.
+    """
     generator = torch.Generator().manual_seed(4)
     for name, parameter in model.named_parameters():
         if not (parameter.numel() and parameter.is_floating_point()) or name.startswith("residual."):
             continue
         if not parameter.abs().max() > 1e-2:
             parameter.copy_(0.2 + 0.3 * torch.rand(parameter.shape, generator=generator))
-        elif parameter.dim() > 1 and parameter.std() < 0.5 * (usual := parameter[0].numel() ** -0.5):
+        elif parameter.dim() > 1 and 0 < parameter.std() < 0.5 * (usual := parameter[0].numel() ** -0.5):
             parameter *= usual / parameter.std()
 
 
