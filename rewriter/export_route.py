@@ -16,6 +16,7 @@ from resfx.export.symbolic import assumptions
 from resfx.functionalize import Functional, functionalize, written_arguments
 from resfx.grad_mode import cut_gradients
 from resfx.guards import Guards, build_guards
+from resfx.indexed_adds import spell_out_indexed_adds
 from resfx.regions import inline_regions
 from resfx.root import add_constant, graft, graph_target, take_over
 from resfx.tidy import forget_kept_dtypes
@@ -57,6 +58,7 @@ def unlift(program: torch.export.ExportedProgram, model: nn.Module) -> Unlifted:
     remove_asserts(module.graph, arguments)
     forget_kept_dtypes(module.graph)
     result.functional = functionalize(module)
+    spell_out_indexed_adds(module.graph)
     result.notes.extend(result.functional.notes)
     if cut_gradients(module.graph):
         result.notes.append("some operations run with gradients off; their inputs are detached")

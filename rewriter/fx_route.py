@@ -21,6 +21,7 @@ from resfx.export_route import remove_dead
 from resfx.failure import capture_failure, without_own_frames
 from resfx.functionalize import functionalize
 from resfx.guards import Guards, TensorGuard, parameter_dtypes
+from resfx.indexed_adds import spell_out_indexed_adds
 from resfx.module_calls import refreshed
 from resfx.root import add_constant, graft, graph_target
 from resfx.signature import CallSignature, forward_signature, input_templates, slot_labels
@@ -197,6 +198,7 @@ def _trace(
     module.graph = graph
     remove_dead(module.graph)
     functional = functionalize(module)
+    spell_out_indexed_adds(module.graph)
     assert wrapper.out_spec is not None
     checks = tuple(TensorGuard(name, t.dtype, t.dim(), (), ()) for name, t in zip(labels, tensors, strict=True))
     guards = Guards(checks, dtypes=parameter_dtypes(model))

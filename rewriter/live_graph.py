@@ -17,6 +17,7 @@ from torch import fx, nn
 from resfx.export_route import has_effect
 from resfx.failure import without_own_frames
 from resfx.functionalize import functionalize
+from resfx.indexed_adds import spell_out_indexed_adds
 from resfx.live_indexing import spell_out_indexing
 from resfx.live_regions import inline_checkpoints
 from resfx.twins import written_arguments
@@ -46,6 +47,7 @@ class LiveGraph:
         spell_out_indexing(self.graph)
         self._name_modules()
         self._make_functional()
+        spell_out_indexed_adds(self.graph)
         self._lift(_is_weight(self.root))
 
     def finish(self) -> tuple[fx.GraphModule, list[Any]]:
