@@ -21,6 +21,7 @@ from resfx.export.errors import (
     UnsupportedDtypeError,
 )
 from resfx.export.inductor import compile
+from resfx.export.onnx_calls import register_calls
 from resfx.export.onnx_export import to_onnx
 from resfx.export.onnx_functions import register_function
 from resfx.export.onnx_report import Check, OnnxReport, Port
@@ -46,6 +47,7 @@ __all__ = [
     "UnsupportedDtypeError",
     "compile",
     "load_aoti",
+    "register_calls",
     "register_function",
     "to_aoti",
     "to_onnx",

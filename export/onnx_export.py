@@ -13,6 +13,7 @@ from resfx.export.capture import capture
 from resfx.export.compare import tolerance_for
 from resfx.export.errors import InputError, UnsupportedDtypeError
 from resfx.export.feeds import feeds_for
+from resfx.export.onnx_calls import calls_kept
 from resfx.export.onnx_check import UNSUPPORTED, check_runs
 from resfx.export.onnx_functions import functions_for
 from resfx.export.onnx_graph import check_file, first_of_dtypes, opset_of, rename, save, translate
@@ -32,6 +33,7 @@ def to_onnx(
     dynamic_shapes: Any = None,
     check: bool = True,
     functions: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
+    inline: bool = False,
     tolerance: float | None = None,
 ) -> OnnxReport:
     """Export `model`, called as `model(*args, **kwargs)` in eval mode, to the file `path`.
@@ -40,6 +42,7 @@ def to_onnx(
     in the return value, flattened; None is left out. The names follow the arguments and the fields of the result.
     `dynamic_shapes`: as for torch.export.export; by default every size stays open that the model leaves open.
     `opset`: default operator set; by default the exporter's own. `functions`: torch op -> onnxscript function.
+    `inline`: calls of named functions (see `register_calls`) become plain nodes; else they are functions in the file.
 
     `check`: run onnx.checker, then ONNX Runtime on the CPU with its graph optimisations off and on, on the example and
     on another batch size (the example's rows repeated or cut along each dim that the export left to the batch), and
@@ -51,6 +54,8 @@ def to_onnx(
     Raises NotAModuleError, InputError, OutputError, OutputPathError, UnsupportedDtypeError, TraceError,
     DynamicDimError, OnnxExportError, OnnxRunError, OutputMismatchError: all subclasses of ResfxError.
     """
+    from resfx.export.onnx_local import LocalFunctions  # which imports onnx
+
     target = checked_path(path)
     _check_options(opset, dynamic_shapes, functions, tolerance)
     model = check_module(model)
@@ -59,11 +64,14 @@ def to_onnx(
         _refuse_dtypes(model, call)
     with evaluating(model), staged(target) as file:
         want = run_example(model, call)
-        found = capture(model, call, dynamic_shapes, flat=True)
+        with calls_kept(model) as operators:
+            found = capture(model, call, dynamic_shapes, flat=True)
         taken = (*call.names, *model.state_dict(keep_vars=True))
         outputs = unique_names(want.names, taken, suffix="_out")
-        table = functions_for(found.program, functions)
+        local = LocalFunctions(operators)
+        table = functions_for(found.program, local.translations | dict(functions or {}))
         program = translate(found.program, call.names, outputs, opset, table)
+        local.add_to(program, inline=inline)
         rename(program, symbols_named(found.sizes, call.names, found.spec))
         save(program, file)
         notes = [*found.notes, *(f"output {name} is no tensor and is left out" for name in want.dropped)]

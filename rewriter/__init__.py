@@ -22,6 +22,7 @@ from resfx.loops import LoopError
 from resfx.measure import MeasureError, measure
 from resfx.measure_report import Report, SiteReading
 from resfx.passes import CheckError, EditError, Form, FormError
+from resfx.passes.onnx_ops import NAMED
 from resfx.patterns import NoResidualFound, ResfxError, ResidualMap, Site, Stream
 from resfx.patterns.errors import UnknownPlace
 from resfx.published import PublishedNameError, published_to_residual, residual_to_published
@@ -82,6 +83,7 @@ __all__ = [
 
 for _name, _function in ONNX_FUNCTIONS.items():
     export.register_function(_name, _function)
+export.register_calls(NAMED)
 
 
 def __getattr__(name: str) -> Any:

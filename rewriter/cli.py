@@ -90,6 +90,9 @@ def export(
     change: Change,
     to: Annotated[Target, one_of(Target, "--to", help="ONNX, or a package of AOTInductor.")],
     file: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="model.onnx or model.pt2.")],
+    inline: Annotated[
+        bool, typer.Option("--inline", help="ONNX: the form's steps as plain nodes, not as functions named after it.")
+    ] = False,
     source: Source,
     output: Output,
 ) -> None:
@@ -99,7 +102,7 @@ def export(
     """
     from resfx import cli_commands
 
-    cli_commands.answer(output, lambda: cli_commands.export(source, change, to, file))
+    cli_commands.answer(output, lambda: cli_commands.export(source, change, to, file, inline))
 
 
 @app.command()

@@ -23,6 +23,7 @@ from resfx.cli_models import load_model
 from resfx.cli_options import Change, Output, Source, Target
 from resfx.cli_report import Answer, diff, facts, graph_text, map_parts, rewritten_table, show, show_error, step
 from resfx.demo import run_demo
+from resfx.export import AotiReport, OnnxReport
 from resfx.export.capture import trace
 from resfx.export.errors import OutputPathError
 from resfx.export.paths import checked_path, staged
@@ -80,15 +81,20 @@ def rewrite(source: Source, change: Change, file: Path | None, graph: bool, *, w
     return Answer(data, [*text, rewritten_table(data)])
 
 
-def export(source: Source, change: Change, to: Target, file: Path) -> Answer:
+def export(source: Source, change: Change, to: Target, file: Path, inline: bool) -> Answer:
     """The rewritten model as an exported file that was run and compared."""
+    if inline and to is not Target.onnx:
+        raise UsageError("--inline belongs to --to onnx")
     passes.from_spec(change.form)
     target = checked_path(file, suffix=".onnx" if to is Target.onnx else ".pt2")
     module, args, kwargs = _prepare(source)
     result = _rewritten(module, args, kwargs, source, change)
     with step(f"export to {to.value} and check"):
-        lower = resfx.export.to_onnx if to is Target.onnx else resfx.export.to_aoti
-        report = lower(result, target, args, kwargs)
+        report: OnnxReport | AotiReport
+        if to is Target.onnx:
+            report = resfx.export.to_onnx(result, target, args, kwargs, inline=inline)
+        else:
+            report = resfx.export.to_aoti(result, target, args, kwargs)
     data = _summary(result, change.form, file)
     return Answer({**data, "report": report}, [rewritten_table(data), Text(str(report))])
 

@@ -6,6 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -198,6 +199,13 @@ def test_export_to_onnx(here: Path) -> None:
     assert (here / "net.onnx").stat().st_size > 0
     text = done("export", "model.py:net", "--form", "delta", "--to", "onnx", "-o", "net.onnx").stdout
     assert "net.onnx" in text
+    assert {function.name for function in onnx.load(here / "net.onnx").functions} == {"DeltaRead"}
+
+
+def test_inline_export(here: Path) -> None:
+    done("export", "model.py:net", "--form", "delta", "--to", "onnx", "--inline", "-o", "net.onnx")
+    assert not onnx.load(here / "net.onnx").functions
+    refused(2, "export", "model.py:net", "--form", "delta", "--to", "aoti", "--inline", "-o", "net.pt2")
 
 
 @pytest.mark.slow
