@@ -22,6 +22,7 @@ from resfx.capture import check_module
 from resfx.checkpoint_files import CheckpointError, TensorFiles, new_folder, write_tensors
 from resfx.checkpoint_record import Record, RecordedPlan, fingerprints, versions
 from resfx.passes import Plan
+from resfx.passes.parameters import ParameterTree
 from resfx.patterns import ResfxError, Stream
 from resfx.revert import require_rewritten
 from resfx.rewrite import Call, copied, rewrite_by
@@ -79,6 +80,11 @@ def load(
     check_module(original_model)
     if isinstance(original_model, Rewritten):
         raise CheckpointError("load takes the original model and rewrites it; pass resfx.revert(model)")
+    if isinstance(original_model._modules.get("residual"), ParameterTree):
+        raise CheckpointError(
+            f"this {type(original_model).__name__} is attached (resfx.attach): resfx.load a plain one, and give its state_dict() to"
+            " this one's load_state_dict"
+        )
     where = Path(os.path.abspath(os.path.expanduser(folder)))
     record, saved = Record.read(where), TensorFiles.of(where, "model")
     call = Call(tuple(args), dict(kwargs or {}), dynamic_shapes, frontend)

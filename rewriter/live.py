@@ -50,10 +50,7 @@ def attach(
     for stream in settled.streams:
         owners.setdefault(owner_path(model, stream.sites), []).append(stream.index)
     gates = [LiveForward(attachment, path, tuple(indices)) for path, indices in owners.items()]
-    if settled.parameters is not None:
-        model.add_module("residual", settled.parameters)
-    for gate in gates:
-        model.get_submodule(gate.path).forward = gate
+    put_on(attachment, settled.parameters, gates)
     return settled.residual_map
 
 
@@ -67,17 +64,34 @@ def detach(model: nn.Module) -> nn.Module:
         raise LiveError(
             f"this {type(model).__name__} is not attached; pass the very module that resfx.attach was given"
         )
+    take_off(attachment)
+    return model
+
+
+def take_off(attachment: Attachment) -> list[LiveForward]:
+    """Make the attached model plain. Returns its gates, for `put_on`."""
     attachment.active = False
-    for module in model.modules():
+    gates: list[LiveForward] = []
+    for module in attachment.model.modules():
         gate = vars(module).get("forward")
         if not isinstance(gate, LiveForward) or gate.attachment is not attachment:
             continue
+        gates.append(gate)
         if gate.had_own:
             module.forward = gate.plain
         else:
             del module.forward
-    model._modules.pop("residual", None)
-    return model
+    attachment.model._modules.pop("residual", None)
+    return gates
+
+
+def put_on(attachment: Attachment, parameters: nn.Module | None, gates: Sequence[LiveForward]) -> None:
+    """Let the calls of the attached model run rewritten, with `parameters` as the new ones."""
+    if parameters is not None:
+        attachment.model.add_module("residual", parameters)
+    for gate in gates:
+        attachment.model.get_submodule(gate.path).forward = gate
+    attachment.active = True
 
 
 def attachment_of(model: nn.Module) -> Attachment | None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from resfx.environment import training_mode
+from resfx.live import attachment_of
+from resfx.live_static import as_static
 from resfx.measure_report import Report, SiteReading
 from resfx.passes import Standard
 from resfx.patterns import ResfxError, Site
@@ -31,17 +33,17 @@ def measure(
 ) -> Report:
     """Run `model(*args, **kwargs)` once and read, at every site, norms, cosines, routing weights, gates and gradients.
 
-    `model`: a rewritten model, a module that holds one (a LoRA or a parallel wrapper), or any plain model: that one is measured as
-    `resfx.find` sees it. It runs in the mode it is in. `loss` takes the model's output and gives a scalar; without it the
-    output's own `.loss` is used where it has one and gradients are on. Gradients are those of the updates.
+    `model`: a rewritten model, a module that holds one (a LoRA or a parallel wrapper), an attached model (its static rewrite is
+    measured), or any plain model: that one is measured as `resfx.find` sees it. It runs in the mode it is in. `loss` takes the
+    model's output and gives a scalar; without it the output's own `.loss` is used where it has one and gradients are on.
+    Gradients are those of the updates.
 
     Parameters, their `.grad`, buffers, training flags and the state of the random generators are afterwards what they were.
     Errors: MeasureError; NoResidualFound and CaptureError for plain models.
     """
     arguments, keywords = tuple(args), dict(kwargs or {})
     model = getattr(model, "_orig_mod", model)  # a compiled model: its graph is no longer to be seen from inside
-    with _unchanged(model):
-        runner, root = _runner(model, arguments, keywords)
+    with _unchanged(model), _runner(model, arguments, keywords) as (runner, root):
         recorder = Recorder()
         with watched(root, recorder), torch.enable_grad() if loss is not None else contextlib.nullcontext():
             output = runner(*arguments, **keywords)
@@ -54,17 +56,31 @@ def measure(
     return _report(root, recorder, gradients, value)
 
 
-def _runner(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[nn.Module, Rewritten]:
+@contextlib.contextmanager
+def _runner(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[nn.Module, Rewritten]]:
     """What to call, and the rewritten model in it."""
     inside = [module for module in model.modules() if isinstance(module, Rewritten)]
-    if len(inside) == 1:
-        return model, inside[0]
-    if inside:
+    if len(inside) > 1:
         raise MeasureError(f"{type(model).__name__} holds {len(inside)} rewritten models; measure them one by one")
+    attached = next((path for path, module in model.named_modules() if attachment_of(module) is not None), None)
+    if attached:
+        raise MeasureError(
+            f"{type(model).__name__} holds an attached model: measure that one, its `{attached}`, as it is called there"
+        )
+    if inside:
+        yield model, inside[0]
+    elif attached is not None:
+        with as_static(model, args, kwargs) as static:
+            yield static, static
+    else:
+        plain = _as_found(model, args, kwargs)
+        yield plain, plain
+
+
+def _as_found(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rewritten:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="left plain")  # the report says so
-        plain = rewrite(model, Standard(), args, kwargs, copy=False)
-    return plain, plain
+        return rewrite(model, Standard(), args, kwargs, copy=False)
 
 
 @contextlib.contextmanager
