@@ -57,6 +57,9 @@ CONTRACTION = frozenset(
     "_int_mm _weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu _dyn_quant_matmul_4bit".split()
 )
 
+# To the frequency domain: a product with a weight there is a convolution with it.
+TO_SPECTRUM = frozenset("fft_fft fft_rfft fft_fft2 fft_rfft2 fft_fftn fft_rfftn fft_ihfft _fft_r2c _fft_c2c".split())
+
 # A norm or an activation: on the stream itself these make a transition N_l.
 NORM = frozenset(
     "layer_norm native_layer_norm batch_norm native_batch_norm _native_batch_norm_legit _batch_norm_with_update "

@@ -12,10 +12,11 @@ from functools import reduce
 from operator import or_
 from typing import NamedTuple
 
+import torch
 from torch.fx import Graph, Node
 
 from resfx.patterns import dialect
-from resfx.patterns.dialect import CONTRACTION, IDENTITY, data_inputs, op_name
+from resfx.patterns.dialect import CONTRACTION, IDENTITY, TO_SPECTRUM, data_inputs, op_name
 from resfx.patterns.streams import Term
 from resfx.patterns.sums import adds_nothing
 
@@ -53,6 +54,11 @@ def _of_dropout(node: Node) -> bool:
     return isinstance(source, Node) and op_name(source) == "native_dropout" and bool(index == 0)
 
 
+def _is_complex(node: Node) -> bool:
+    example = dialect.value(node)
+    return isinstance(example, torch.Tensor) and example.is_complex()
+
+
 class Reach(NamedTuple):
     """Bits of carriers that a value is computed from: at all, and through a weight (`direct`: past no foreign stream's state)."""
 
@@ -75,6 +81,7 @@ class Facts:
         self.order: dict[Node, int] = {}
         self.static: set[Node] = set()
         self.parametric: set[Node] = set()
+        self._spectra: set[Node] = set()  # frequencies of a signal, and what became of them
         self._depends: dict[Node, int] = {}
         self._direct: dict[Node, int] = {}  # as above, but not through the states of foreign streams
         self._learned: dict[Node, int] = {}
@@ -122,9 +129,14 @@ class Facts:
             return
         if any(i in self.parametric for i in data_inputs(node)):
             self.parametric.add(node)
+        if op_name(node) in TO_SPECTRUM or (self._of_spectrum(node) and _is_complex(node)):
+            self._spectra.add(node)
         # Zeros of the batch's size vary with the input, though not with its numbers: a decoder's state can start from them.
         if node.op != "output" and all(i in self.static for i in node.all_input_nodes):
             self.static.add(node)
+
+    def _of_spectrum(self, node: Node) -> bool:
+        return any(i in self._spectra for i in data_inputs(node))
 
     def _product(self, operands: list[Node], depends: dict[Node, int]) -> int:
         """Carriers that meet a weight in a product: the other operand comes from a Parameter."""
@@ -136,7 +148,7 @@ class Facts:
         return found
 
     def _is_contraction(self, node: Node) -> bool:
-        if op_name(node) in CONTRACTION:
+        if op_name(node) in CONTRACTION or (op_name(node) == "mul" and self._of_spectrum(node)):
             return True
         if not dialect.is_custom(node):
             return False
