@@ -32,6 +32,7 @@ Report: TypeAlias = Callable[[str, Result], None]
 FORMS: dict[str, Callable[[], resfx.Form]] = {"delta": resfx.DeltaAttention, "multigate": resfx.MultiGate}
 TOLERANCE = 1e-5
 VISIBLE = 1e-6  # relative: well above what float32 rounds away
+VISIBLE_IN_DOUBLE = 1e-12
 # Where transformers returns a key/value cache or a state, which a rewritten model does not keep.
 CACHE_FIELDS = ("past_key_values", "cache", "cache_params")
 
@@ -137,7 +138,7 @@ def rewrite_steps(subject: Subject, report: Report, form: str) -> None:
     report(f"{form}.names", attempt(lambda: names_step(subject, result)))
     report(f"{form}.eval", attempt(lambda: equal_step(subject, result)))
     report(f"{form}.train", attempt(lambda: train_step(subject, result)))
-    for step, outcome in perturbed_steps(subject, result).items():
+    for step, outcome in perturbed_steps(subject, result, form).items():
         report(f"{form}.{step}", outcome)
 
 
@@ -181,11 +182,11 @@ def compared(plain: nn.Module, result: nn.Module, args: Any, kwargs: Any) -> Res
     return passed(gap <= TOLERANCE, f"differs by {gap:.1e}", gap=gap)
 
 
-def perturbed_steps(subject: Subject, result: nn.Module) -> dict[str, Result]:
+def perturbed_steps(subject: Subject, result: nn.Module, form: str) -> dict[str, Result]:
     """gradients: finite everywhere. parameters: each new one changes the output.
 
     A gradient well above the noise at the perturbed point says so; the others are changed one by one, and by much: branches that
-    a model starts with small weights say little.
+    a model starts with small weights say little. What a norm after the sum all but takes back shows in float64.
     """
     model = copy.deepcopy(result).eval()
     wake(model)
@@ -204,17 +205,37 @@ def perturbed_steps(subject: Subject, result: nn.Module) -> dict[str, Result]:
     def parameters() -> Result:
         before = outputs(model, args, kwargs)
         dead = [name for name in silent if not distance(outputs(changed(model, name), args, kwargs), before) > VISIBLE]
+        if dead:
+            dead = dead_in_double(subject, form, model, dead)
         count = len(new_parameters(model))
         return passed(not dead, f"{len(dead)} of {count} change nothing: {dead[:5]}")
 
     return {"gradients": attempt(gradients), "parameters": attempt(parameters)}
 
 
+def dead_in_double(subject: Subject, form: str, model: nn.Module, names: list[str]) -> list[str]:
+    """Those of `names` whose change can't be seen in float64 either; all of them where the plain model does not run in float64."""
+    plain = copy.deepcopy(subject.model).double()
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda value: value.double() if value.is_floating_point() else value, (subject.args, subject.kwargs)
+    )
+    if not runs(plain.eval(), args, kwargs):
+        return names
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        double = resfx.rewrite(plain, FORMS[form](), args, kwargs, warm_start=True).eval()
+    double.load_state_dict(model.state_dict())
+    before = outputs(double, args, kwargs)
+    return [
+        name for name in names if not distance(outputs(changed(double, name), args, kwargs), before) > VISIBLE_IN_DOUBLE
+    ]
+
+
 def changed(model: nn.Module, name: str) -> nn.Module:
     other = copy.deepcopy(model)
     with torch.no_grad():
         parameter = other.get_parameter(name)
-        parameter += 100 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
+        parameter += 100 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)).to(parameter)
     return other
 
 
@@ -276,7 +297,7 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 @torch.no_grad()
 def wake(model: nn.Module) -> None:
-    """What would hide every change grows: layer scales of 1e-5 and zero gates to 0.2 to 0.5, a small start of a matrix to the usual.
+    """What would hide every change grows: layer scales of 1e-5, faint norms and zero gates to 0.2 to 0.5, small matrices to the usual.
 
     One that is the same number everywhere, such as a gain per channel, is no matrix.
     """
@@ -284,7 +305,8 @@ def wake(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not (parameter.numel() and parameter.is_floating_point()) or name.startswith("residual."):
             continue
-        if not parameter.abs().max() > 1e-2:
+        faint = parameter.dim() < 2 and not name.endswith("bias") and parameter.square().mean() < 0.01
+        if faint or not parameter.abs().max() > 1e-2:
             parameter.copy_(0.2 + 0.3 * torch.rand(parameter.shape, generator=generator))
         elif parameter.dim() > 1 and 0 < parameter.std() < 0.5 * (usual := parameter[0].numel() ** -0.5):
             parameter *= usual / parameter.std()
