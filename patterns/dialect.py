@@ -21,7 +21,7 @@ _RENAMED = {
     "truediv": "div", "itruediv": "div", "true_divide": "div", "divide": "div", "rsub": "rsub", "concat": "cat",
     "concatenate": "cat", "negative": "neg", "t": "transpose", "swapaxes": "transpose", "swapdims": "transpose",
     "mT": "transpose", "mH": "transpose", "matrix_H": "transpose", "adjoint": "transpose", "numpy_T": "T",
-    "moveaxis": "movedim", "matmul": "matmul", "imatmul": "matmul", "pow": "pow", "ipow": "pow",
+    "H": "transpose", "data": "detach", "moveaxis": "movedim", "matmul": "matmul", "imatmul": "matmul", "pow": "pow", "ipow": "pow",
     "nn_dropout": "dropout", "scaled_dot_product_attention": "attention",
 }  # fmt: skip
 
@@ -78,6 +78,8 @@ _NORM_PARTS = frozenset(
 )
 POINTWISE = NORM | ACTIVATION | _NORM_PARTS | CAST | EXPAND | LAYOUT
 
+_SAME_NUMBERS = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})  # attributes that are no size
+
 
 @functools.cache
 def _function_name(target: Callable[..., Any]) -> str:
@@ -98,6 +100,8 @@ def _canonical(name: str) -> str:
 
 def op_name(node: Node) -> str:
     """The canonical name of what `node` computes: "add" for `aten.add_.Tensor`, `operator.iadd` and `x.add_(y)`."""
+    if node.op == "call_function" and node.target is getattr and node.args[1] in _SAME_NUMBERS:
+        return _canonical(str(node.args[1]))  # `x.mT`, where a graph has it as an attribute
     if node.op == "call_function":
         return _canonical(_function_name(node.target))
     if node.op == "call_method":

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph
 from torch.nn import functional as F
 
-from resfx.patterns.dialect import is_custom, module_path, op_name, source_of
+from resfx.patterns.dialect import data_inputs, is_custom, module_path, op_name, source_of
 
 aten = torch.ops.aten
 
@@ -49,6 +49,16 @@ def test_op_name(name: str, spellings: list[Callable[..., Any] | str]) -> None:
     for spelling in spellings:
         node = graph.call_method(spelling, (x,)) if isinstance(spelling, str) else graph.call_function(spelling, (x,))
         assert op_name(node) == name, spelling
+
+
+def test_attributes_that_hold_numbers() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    names = {"T": "T", "mT": "transpose", "H": "transpose", "data": "detach", "real": "real", "shape": "getattr"}
+    for attribute, name in names.items():
+        node = graph.call_function(getattr, (x, attribute))
+        assert op_name(node) == name
+        assert list(data_inputs(node)) == ([] if name == "getattr" else [x])
 
 
 def test_nodes_that_compute_nothing_have_the_name_of_their_kind() -> None:

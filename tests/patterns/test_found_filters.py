@@ -6,6 +6,8 @@ import torch
 from patterns_marks import Case, D, Net, case, cases_of
 from torch import Tensor, nn
 
+import resfx
+
 
 @case((2, 6, D))
 class GlobalFilter(Net):
@@ -62,3 +64,9 @@ class FourierMixing(Net):
 @cases_of(__name__)
 def test_found(case: Case) -> None:
     case.check()
+
+
+def test_found_by_symbolic_tracing() -> None:
+    """There `x.mT` is an attribute."""
+    model, x = LongConvolution().eval(), torch.randn(2, 6, D)
+    assert len(resfx.find(model, (x,), frontend="fx").sites) == 2
