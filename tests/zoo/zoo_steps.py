@@ -32,7 +32,7 @@ Report: TypeAlias = Callable[[str, Result], None]
 FORMS: dict[str, Callable[[], resfx.Form]] = {"delta": resfx.DeltaAttention, "multigate": resfx.MultiGate}
 TOLERANCE = 1e-5
 VISIBLE = 1e-6  # relative: well above what float32 rounds away
-VISIBLE_IN_DOUBLE = 1e-12
+VISIBLE_IN_DOUBLE = 1e-13
 # Where transformers returns a key/value cache or a state, which a rewritten model does not keep.
 CACHE_FIELDS = ("past_key_values", "cache", "cache_params")
 
@@ -214,7 +214,10 @@ def perturbed_steps(subject: Subject, result: nn.Module, form: str) -> dict[str,
 
 
 def dead_in_double(subject: Subject, form: str, model: nn.Module, names: list[str]) -> list[str]:
-    """Those of `names` whose change can't be seen in float64 either; all of them where the plain model does not run in float64."""
+    """Those of `names` whose change can't be seen in float64 either, nor with the model's own parameters as they were.
+
+    All of them where the plain model does not run in float64.
+    """
     plain = copy.deepcopy(subject.model).double()
     args, kwargs = pytree.tree_map_only(
         Tensor, lambda value: value.double() if value.is_floating_point() else value, (subject.args, subject.kwargs)
@@ -224,11 +227,14 @@ def dead_in_double(subject: Subject, form: str, model: nn.Module, names: list[st
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         double = resfx.rewrite(plain, FORMS[form](), args, kwargs, warm_start=True).eval()
-    double.load_state_dict(model.state_dict())
-    before = outputs(double, args, kwargs)
-    return [
-        name for name in names if not distance(outputs(changed(double, name), args, kwargs), before) > VISIBLE_IN_DOUBLE
-    ]
+    woken = copy.deepcopy(double)
+    woken.load_state_dict(model.state_dict())
+    perturb(double)
+    for point in (woken, double):
+        before = outputs(point, args, kwargs)
+        gaps = {name: distance(outputs(changed(point, name), args, kwargs), before) for name in names}
+        names = [name for name, gap in gaps.items() if not gap > VISIBLE_IN_DOUBLE]
+    return names
 
 
 def changed(model: nn.Module, name: str) -> nn.Module:
