@@ -1,0 +1,196 @@
+"""What each form costs on a CPU: `python benchmarks/cpu.py [NAME ..] [--only MODE ..] [--sublayers N] [--threads N] [--out FILE]`.
+
+The reference net (`reference_net.py`), 48 sublayers, D 256, 4 x 256 tokens, float32, compiled by Inductor: time over the plain net's, for
+inference, for a step of training (forward and backward) and for an AOTInductor package; and Inductor's kernels. The nets take turns, round
+by round, in one process; a time is the median round's. Compiling takes minutes a net the first time, and is kept in Inductor's cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import torch
+from reference_net import Published, ReferenceNet
+from rich.console import Console
+from torch import Tensor, nn
+
+import resfx
+from resfx.passes.form import Form
+
+MODES = ("inference", "training", "package")
+
+
+@dataclass(frozen=True)
+class Size:
+    """The net's size and the input's."""
+
+    sublayers: int
+    width: int
+    batch: int
+    tokens: int
+
+    def example(self) -> Tensor:
+        return torch.randn(self.batch, self.tokens, self.width)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """One net in one mode: what runs it once, and what it cost to make."""
+
+    run: Callable[[], object]
+    kernels: int
+    seconds: float
+
+
+def nets(size: Size) -> dict[str, Callable[[], nn.Module]]:
+    """What builds each line's net, by its name."""
+    block = max(size.sublayers // 4, 1)
+    forms: dict[str, Form] = {
+        "delta": resfx.DeltaAttention(),
+        "delta, 4 blocks": resfx.DeltaAttention(granularity="block", block_size=block),
+        "attention residual": resfx.AttentionResidual(),
+        "attention residual, 4 blocks": resfx.AttentionResidual(granularity="block", block_size=block),
+        "multi gate": resfx.MultiGate(),
+        "review": resfx.Review(),
+        "highway": resfx.Highway(),
+        "scaled loop": resfx.ScaledLoop(),
+    }
+    return {
+        "plain": partial(ReferenceNet, size.sublayers, size.width),
+        "published delta": partial(Published, size.sublayers, size.width),
+        "published delta, 4 blocks": partial(Published, size.sublayers, size.width, block_size=block),
+        **{name: partial(_rewritten, form, size) for name, form in forms.items()},
+    }
+
+
+def _rewritten(form: Form, size: Size) -> nn.Module:
+    net = ReferenceNet(size.sublayers, size.width)
+    return resfx.rewrite(net, form, (torch.randn(2, 8, size.width),))
+
+
+def runner(build: Callable[[], nn.Module], mode: str, size: Size, folder: Path) -> Runner:
+    """The net, compiled for `mode` and run once."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    net, x = build(), size.example()
+    kernels, started = _kernels(), time.process_time()
+    run = {"inference": _inference, "training": _training, "package": partial(_package, folder)}[mode](net, x)
+    run()
+    return Runner(run, _kernels() - kernels, time.process_time() - started)
+
+
+def _inference(net: nn.Module, x: Tensor) -> Callable[[], object]:
+    compiled = torch.compile(net.eval())
+
+    def run() -> object:
+        with torch.no_grad():
+            return compiled(x)
+
+    return run
+
+
+def _training(net: nn.Module, x: Tensor) -> Callable[[], object]:
+    compiled = torch.compile(net)
+    weight = torch.randn_like(x)
+
+    def run() -> object:
+        net.zero_grad(set_to_none=True)
+        return (compiled(x) * weight).sum().backward()
+
+    return run
+
+
+def _package(folder: Path, net: nn.Module, x: Tensor) -> Callable[[], object]:
+    path = folder / f"{len(list(folder.iterdir()))}.pt2"
+    resfx.export.to_aoti(net, path, (x,), check=False)
+    loaded = resfx.export.load_aoti(path)
+    return lambda: loaded(x)
+
+
+def _kernels() -> int:
+    """How many kernels Inductor has made in this process; it has no public counter."""
+    from torch._inductor import metrics
+
+    return int(metrics.generated_kernel_count)
+
+
+def seconds(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The median time of each, taking turns; the first round is left out."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds + 1):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - started)
+    return {name: statistics.median(found[1:]) for name, found in times.items()}
+
+
+def table(names: list[str], modes: list[str], size: Size, rounds: int, tell: Callable[[str], None]) -> str:
+    """Each line's time over the plain net's, its kernels and its compile time; `tell` hears of each step."""
+    known = nets(size)
+    cells: dict[str, list[str]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        for mode in modes:
+            made: dict[str, Runner] = {}
+            for name in names:
+                made[name] = runner(known[name], mode, size, Path(folder))
+                tell(f"{mode}: {name}: {made[name].kernels} kernels, {made[name].seconds:.0f} s to compile")
+            times = seconds({name: one.run for name, one in made.items()}, rounds)
+            for name, one in made.items():
+                ratio = times[name] / times["plain"]
+                tell(f"{mode}: {name}: {1000 * times[name]:.2f} ms, {ratio:.3f} x plain")
+                cells[name].append(f"{ratio:.2f} ({one.kernels} kernels, {one.seconds:.0f} s)")
+    lines = [["net", *modes], ["---"] * (1 + len(modes)), *([name, *cells[name]] for name in names)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def markdown(found: str, size: Size, threads: int) -> str:
+    """The table with what made it."""
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
+    return f"""# On a CPU
+
+Written by `python benchmarks/cpu.py` on {datetime.now(UTC):%Y-%m-%d}: {versions}, {threads} threads.
+
+The reference net, {size.sublayers} pre-norm sublayers, D {size.width}, {size.batch} x {size.tokens} tokens, float32, compiled by Inductor.
+Time over the plain net's in the same mode; in brackets the kernels Inductor made and the processor time of compiling.
+
+{found}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="lines; all if none is given. plain always runs")
+    parser.add_argument("--only", nargs="+", choices=MODES, default=list(MODES), metavar="MODE", help=", ".join(MODES))
+    parser.add_argument("--sublayers", type=int, default=48)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="where the table goes; nowhere if it isn't given")
+    options = parser.parse_args()
+    size = Size(options.sublayers, options.width, options.batch, options.tokens)
+    known = nets(size)
+    if unknown := sorted(set(options.names) - known.keys()):
+        parser.error(f"no line named {', '.join(unknown)}; there are {', '.join(known)}")
+    names = ["plain", *(name for name in options.names or known if name != "plain")]
+    torch.set_num_threads(options.threads)
+    console = Console(soft_wrap=True, stderr=True)
+    found = table(names, options.only, size, options.rounds, partial(console.print, markup=False, highlight=False))
+    Console(soft_wrap=True).print(found, markup=False, highlight=False)
+    if options.out is not None:
+        options.out.write_text(markdown(found, size, options.threads), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
