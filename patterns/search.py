@@ -17,6 +17,7 @@ from resfx.patterns.dialect import op_name
 from resfx.patterns.facts import Facts, Reach
 from resfx.patterns.mixes import Mixes
 from resfx.patterns.readings import Candidate, Reading, Sums, data_users
+from resfx.patterns.recurrences import recurrent_sites
 from resfx.patterns.rejected import Rejected
 from resfx.patterns.resolution import Resolution
 from resfx.patterns.slices import rebuilt_whole, same_source, strip
@@ -24,6 +25,7 @@ from resfx.patterns.streams import Kind, Side, Site, Term
 from resfx.patterns.threads import Thread, Threads
 
 _MERGE = "what is added to {} comes back from another resolution: an encoder-decoder merge"
+_RECURRENCE = "a step of a recurrence: each step reads another piece of {}, and no weight of its own maps its state"
 
 
 @dataclass
@@ -65,6 +67,7 @@ class Search:
             elif op_name(node) == "cond":
                 self._enter_cond(node)
         self._drop_lone_merges()
+        self._drop_recurrences()
         return Found(self._threads.found, self._facts, self._chain, self._verdicts)
 
     # -- the verdict on one sum
@@ -227,6 +230,11 @@ class Search:
             if own and own == thread.sites and all(self._resolution.comes_back(s.terms, carriers[s]) for s in own):
                 self._verdicts.update({s.node: Rejected(s.node, "shape", _MERGE, (carriers[s],)) for s in own})
                 thread.sites.clear()
+
+    def _drop_recurrences(self) -> None:
+        for site, whole in recurrent_sites(self._threads, self._facts).items():
+            self._threads.of(site).sites.remove(site)
+            self._verdicts[site.node] = Rejected(site.node, "order", _RECURRENCE, (whole,))
 
     # -- taking a site in
 
