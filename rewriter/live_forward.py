@@ -49,6 +49,7 @@ class LiveForward:
         self.frame = _Frame(self.plain)
         # Another compiler must not look inside: it would compile the plain model. (Here, for the decorator imports Dynamo.)
         self.enter = torch.compiler.disable(_enter, reason=_DISABLED)  # type: ignore[no-untyped-call]
+        _run_by_python(LiveForward.__call__)
         self.compiled: dict[Any, Callable[..., Any]] = {}
         self.__name__, self.__doc__ = "forward", self.plain.__doc__
         self.__signature__ = inspect.signature(self.plain)
@@ -98,6 +99,16 @@ def _enter(gate: LiveForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             raise own from error
 
 
+def _run_by_python(function: Callable[..., Any]) -> None:
+    """Dynamo inlines `function` where a graph leads through it, but starts no graph there, so that it sees what really ran.
+
+    Private: torch.compiler.disable would keep Dynamo from inlining it too.
+    """
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
 def _tracing() -> AbstractContextManager[Any]:
     """How Dynamo traces an attached model.
 
@@ -113,18 +124,28 @@ def _tracing() -> AbstractContextManager[Any]:
 def _checked(gate: LiveForward, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call, and see that the gate's streams ran rewritten: where Dynamo gives up it runs the model plainly, and silently."""
     attachment = gate.attachment
-    before = sum(attachment.runs[stream] for stream in gate.streams)
+    before = dict(attachment.runs)
     result = function(*args, **kwargs)
     if attachment.failure is not None:
         raise LiveError(f"the rewritten model could not be compiled: {attachment.failure}") from attachment.failure
-    if gate.streams and sum(attachment.runs[stream] for stream in gate.streams) == before:
-        raise LiveError(
-            f"module `{gate.path or 'the root'}` ran plainly: Dynamo gave up on it, or is switched off. Too many recompilations are"
-            " the usual cause: set torch._dynamo.config.recompile_limit higher, or mark the sizes that change with"
-            " torch._dynamo.mark_dynamic; TORCH_LOGS=recompiles tells which. A torch.func transform around the call is another: that"
-            " needs resfx.rewrite"
-        )
+    plain = [stream for stream in gate.streams if attachment.runs[stream] == before[stream]]
+    if plain:
+        raise LiveError(_ran_plainly(gate, plain))
     return result
+
+
+def _ran_plainly(gate: LiveForward, streams: list[int]) -> str:
+    head = f"module `{gate.path or 'the root'}`: stream {', '.join(map(str, streams))} ran plainly"
+    broke = gate.attachment.broke
+    causes = [] if broke is None else [f"Dynamo broke the graph within it (the last break: {broke})"]
+    causes += [
+        "Dynamo gave up on it after too many recompilations (set torch._dynamo.config.recompile_limit higher, or mark the sizes that"
+        " change with torch._dynamo.mark_dynamic; TORCH_LOGS=recompiles tells which)",
+        "Dynamo is switched off",
+        "a torch.func transform is around the call (that needs resfx.rewrite)",
+        "this call leaves it out (attach with streams= that every call runs)",
+    ]
+    return f"{head}. Either {', or '.join(causes)}"
 
 
 def _own_error(error: BaseException) -> ResfxError | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from resfx.revert import require_rewritten
+from resfx.passes.parameters import ParameterTree
+from resfx.revert import NotRewritten, require_rewritten
+from resfx.rewritten import Rewritten
 
 
 def shard_units(model: nn.Module) -> list[list[nn.Module]]:
@@ -15,8 +17,14 @@ def shard_units(model: nn.Module) -> list[list[nn.Module]]:
         fully_shard(model)   # what is left: embeddings, head, the new parameters
 
     A block is the module that adds a site's update; what it called is called from the graph now, so that wrapping the block itself
-    would gather nothing. A module that several blocks share is in the first one's unit. Errors: NotRewritten.
+    would gather nothing. A module that several blocks share is in the first one's unit.
+    Errors: NotRewritten; an attached model is one unit, `fully_shard(model)`: hooks within it would cut what Dynamo captures.
     """
+    if isinstance(model._modules.get("residual"), ParameterTree) and not isinstance(model, Rewritten):
+        raise NotRewritten(
+            f"this {type(model).__name__} is attached (resfx.attach), and can only be sharded as one unit: fully_shard(model) alone,"
+            " for hooks on its parts cut what Dynamo captures. For a unit per block shard what resfx.rewrite returns"
+        )
     own = require_rewritten(model, "sharded")
     blocks = list(dict.fromkeys(site.path for site in own.residual_map.sites if site.path))
     units: dict[str, list[nn.Module]] = {block: [] for block in blocks}

@@ -118,9 +118,9 @@ def assert_close(mine: list[torch.Tensor], theirs: list[torch.Tensor], tolerance
     assert worst([x.detach().double() for x in mine], [x.detach().double() for x in theirs]) <= tolerance
 
 
-def run_two_processes(script: str, folder: Path) -> None:
-    """`script RANK FOLDER` as the two processes of one gloo group."""
-    commands = [[sys.executable, script, str(rank), str(folder)] for rank in range(2)]
+def run_two_processes(script: str, folder: Path, *arguments: str) -> None:
+    """`script RANK FOLDER *arguments` as the two processes of one gloo group."""
+    commands = [[sys.executable, script, str(rank), str(folder), *arguments] for rank in range(2)]
     running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     for process in running:
         _, errors = process.communicate(timeout=300)

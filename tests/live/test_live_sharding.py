@@ -1,4 +1,4 @@
-"""shard_units: the leaves of each block, and fully_shard over them in two gloo processes."""
+"""shard_units: the leaves of each block, and fully_shard over them, or over an attached model, in two gloo processes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,17 @@ def test_the_leaves_of_each_block() -> None:
         resfx.shard_units(live_toys.model())
 
 
+def test_an_attached_model_is_one_unit() -> None:
+    live = live_toys.model()
+    resfx.attach(live, resfx.DeltaAttention(), (live_toys.inputs(),), backend="eager")
+    with pytest.raises(resfx.NotRewritten, match=r"fully_shard\(model\) alone"):
+        resfx.shard_units(live)
+
+
 @pytest.mark.slow
-def test_fully_shard_over_the_units(tmp_path: Path) -> None:
-    run_two_processes(live_fsdp.__file__, tmp_path)
+@pytest.mark.parametrize("mode", ["static", "live"])
+def test_fully_shard(mode: str, tmp_path: Path) -> None:
+    run_two_processes(live_fsdp.__file__, tmp_path, mode)
     model = rewritten()
     output = model(live_toys.inputs(4))
     output.square().mean().backward()
