@@ -65,26 +65,26 @@ def cut_gradients(graph: fx.Graph) -> bool:
         if not runs_without_gradients(node) or not isinstance(node.target, torch._ops.OpOverload):
             continue
         for operand in node.all_input_nodes if node.target is not aten.detach.default else ():
-            if not _may_have_gradients(operand):
+            if not may_have_gradients(operand):
                 continue
             # One for each module call: a leaf's values must not be read outside of it.
             key = (operand, *call_entries(node))
             if key not in detached:
-                detached[key] = _detach(graph, operand, node)
+                detached[key] = detached_for(graph, operand, node)
             node.replace_input_with(operand, detached[key])
             found = True
         node.meta[NO_GRAD] = True
     return found
 
 
-def _may_have_gradients(operand: fx.Node) -> bool:
+def may_have_gradients(operand: fx.Node) -> bool:
     value = operand.meta.get("val")
     if operand.meta.get(NO_GRAD) or not isinstance(value, torch.Tensor):
         return False
     return value.dtype.is_floating_point or value.dtype.is_complex
 
 
-def _detach(graph: fx.Graph, operand: fx.Node, reader: fx.Node) -> fx.Node:
+def detached_for(graph: fx.Graph, operand: fx.Node, reader: fx.Node) -> fx.Node:
     with graph.inserting_before(reader):
         new = graph.call_function(aten.detach.default, (operand,))
     new.meta = {k: v for k, v in operand.meta.items() if k in ("val", "tensor_meta")}

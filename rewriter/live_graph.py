@@ -18,6 +18,7 @@ from resfx.export_route import has_effect
 from resfx.failure import without_own_frames
 from resfx.functionalize import functionalize
 from resfx.indexed_adds import spell_out_indexed_adds
+from resfx.live_grad import inline_no_grad
 from resfx.live_indexing import spell_out_indexing
 from resfx.live_regions import inline_checkpoints
 from resfx.twins import written_arguments
@@ -42,12 +43,13 @@ class LiveGraph:
         self._stand_ins: dict[fx.Node, fx.Node] = {}
 
     def prepare(self) -> None:
-        """Inline checkpointed regions, tell module paths, make in-place updates functional, let parameters be attributes."""
+        """Inline regions, tell module paths, make in-place updates functional, let parameters be attributes."""
         inline_checkpoints(self.module)
         spell_out_indexing(self.graph)
         self._name_modules()
         self._make_functional()
         spell_out_indexed_adds(self.graph)
+        inline_no_grad(self.graph)
         self._lift(_is_weight(self.root))
 
     def finish(self) -> tuple[fx.GraphModule, list[Any]]:

@@ -115,6 +115,49 @@ def test_a_library_switches_checkpointing_on_after_attach() -> None:
         assert_close([parameter.grad], [theirs[name].grad])  # type: ignore[list-item]
 
 
+class Frozen(live_toys.Stack):
+    """Runs its lower half with gradients off; `counted` writes to a buffer there."""
+
+    def __init__(self, counted: bool) -> None:
+        super().__init__(depth=4)
+        self.register_buffer("mean", torch.zeros(8))
+        self.counted = counted
+
+    def forward(self, x: torch.Tensor, states: bool = False) -> Any:
+        with torch.no_grad():
+            x = self.layers[1](self.layers[0](x))
+            if self.counted:
+                self.mean.mul_(0.5).add_(x.mean((0, 1)), alpha=0.5)  # type: ignore[operator]
+        return self.norm(self.layers[3](self.layers[2](x)))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_sites_with_gradients_off_learn_as_in_the_static_rewrite(backend: str) -> None:
+    """The model's own parameters there learn nothing."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Frozen(counted=False).eval()
+
+    pair = Pair(make, FORM, (live_toys.inputs(),), backend=backend)
+    pair.assert_same(live_toys.inputs())
+    pair.live(live_toys.inputs()).square().sum().backward()
+    graded = {name for name, p in pair.live.named_parameters() if p.grad is not None}
+    assert not any(name.startswith(("layers.0", "layers.1")) for name in graded)
+    assert {name for name, _ in pair.live.named_parameters() if name.startswith(("residual.", "layers.2"))} <= graded
+
+
+def test_a_buffer_that_is_written_with_gradients_off() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Frozen(counted=True).eval()
+
+    pair = Pair(make, FORM, (live_toys.inputs(),))
+    for _ in range(2):
+        pair.assert_same(live_toys.inputs(), gradients=False)
+    assert_close([pair.live.mean], [pair.static.mean])  # type: ignore[list-item]
+
+
 def lora(model: nn.Module) -> Any:
     """LoRA with a start that changes the output."""
     import peft
