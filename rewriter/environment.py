@@ -23,11 +23,21 @@ def training_mode(model: nn.Module, mode: Mode | None) -> Iterator[None]:
     flags = [(module, module.training) for module in model.modules()]
     try:
         if mode is not None:
-            model.train(mode == "train")
+            _set_mode(model, mode == "train")
         yield
     finally:
         for module, flag in flags:
             module.training = flag
+
+
+def _set_mode(model: nn.Module, training: bool) -> None:
+    """`model.train(training)`; of an exported program, which refuses that since it is the same in both modes, the flags."""
+    try:
+        model.train(training)
+    except NotImplementedError:
+        model.training = training
+        for child in model.children():
+            _set_mode(child, training)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from resfx.applying import RewriteError, Untouched, apply_plans, carry_over
@@ -115,6 +116,12 @@ def check_form(form: Any) -> None:
 def _check(model: nn.Module, form: Form) -> None:
     check_module(model)
     check_form(form)
+    scripted = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        raise RewriteError(
+            f"module `{scripted[0]}` is a TorchScript module, whose parameters no graph can hold; put the nn.Module that it was"
+            " made from in its place"
+        )
     earlier = rewritten_forms(model.graph) if isinstance(model, fx.GraphModule) else {}
     if earlier:
         raise RewriteError(
@@ -136,7 +143,7 @@ def _check(model: nn.Module, form: Form) -> None:
 def copied(model: nn.Module) -> nn.Module:
     """A deep copy. Errors: RewriteError naming the submodule that can't be copied."""
     try:
-        result = copying.deepcopy(model)
+        result = copying.deepcopy(model, _nodes(model))
     except Exception as error:
         raise RewriteError(
             f"{_uncopyable(model)} can't be deep-copied ({error}); pass copy=False to rewrite on the model's own submodules"
@@ -149,6 +156,15 @@ def copied(model: nn.Module) -> nn.Module:
                 " would still run; pass copy=False, or define forward in the class"
             )
     return result
+
+
+def _nodes(model: nn.Module) -> dict[int, Any]:
+    """The nodes of the graphs that its modules hold, which a copy may share: unflattened programs keep nodes as attributes.
+
+    The copy of a graph has nodes of its own all the same.
+    """
+    graphs = [graph for module in model.modules() if isinstance(graph := getattr(module, "graph", None), fx.Graph)]
+    return {id(node): node for graph in graphs for node in graph.nodes}
 
 
 def _reaches(value: Any, modules: set[int]) -> bool:
@@ -179,7 +195,7 @@ def _uncopyable(model: nn.Module) -> str:
     """The innermost submodule whose copy fails, by path."""
     for path, module in reversed(list(model.named_modules())):
         try:
-            copying.deepcopy(module)
+            copying.deepcopy(module, _nodes(module))
         except Exception:
             return f"module `{path}` ({type(module).__name__})" if path else f"the model ({type(module).__name__})"
     return "the model"
