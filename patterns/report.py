@@ -42,6 +42,10 @@ class ResidualMap:
     changes: dict[str, int] = field(default_factory=dict)  # what the passes changed, counted
     modules: tuple[str, ...] = ()  # paths of all modules of the model
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ResidualMap:
+        """Itself: a record, whose nodes belong to a graph that can't be copied with it."""
+        return self
+
     @property
     def sites(self) -> list[Site]:
         """All sites of all streams, stream by stream."""

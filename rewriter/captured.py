@@ -57,3 +57,11 @@ class Captured:
     @property
     def graph(self) -> fx.Graph:
         return self.graph_module.graph
+
+
+def capture_notes(captured: Captured) -> list[str]:
+    """What the capture has to say, the input dimensions that stayed fixed included."""
+    if not captured.fixed_dims:
+        return list(captured.notes)
+    fixed = ", ".join(f"{name}[{axis}]" for name, axis in captured.fixed_dims)
+    return [*captured.notes, f"input dimensions fixed by the model: {fixed}"]

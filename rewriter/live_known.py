@@ -13,7 +13,7 @@ from torch import nn
 
 from resfx.applying import Untouched, residual_report
 from resfx.capture import capture
-from resfx.find import capture_notes
+from resfx.captured import capture_notes
 from resfx.passes import Applied, Form, FormError, apply_all
 from resfx.passes.parameters import ParameterTree
 from resfx.patterns import NoResidualFound, ResfxError, ResidualMap, Stream, search

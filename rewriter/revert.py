@@ -42,6 +42,11 @@ def require_rewritten(model: nn.Module, verb: str) -> Rewritten:
     """`model`, known to be rewritten. Errors: NotRewritten with what to pass instead."""
     if isinstance(model, Rewritten):
         return model
+    if "residual_map" in vars(model):
+        raise NotRewritten(
+            f"a {type(model).__name__} that was rewritten part by part can't be {verb}: its own forward was never captured. Its"
+            " state_dict() holds all of it, for the model that the same rewrite makes of the original"
+        )
     if isinstance(model._modules.get("residual"), ParameterTree):
         raise NotRewritten(
             f"a {type(model).__name__} that resfx.attach has rewritten can't be {verb}: it is still the original. Its state_dict() holds"

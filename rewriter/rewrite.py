@@ -13,14 +13,16 @@ from torch import fx, nn
 
 from resfx.applying import RewriteError, Untouched, apply_plans, carry_over
 from resfx.capture import capture, check_module, example_call
-from resfx.captured import Captured
-from resfx.find import capture_notes
+from resfx.capture_errors import CaptureError
+from resfx.captured import Captured, capture_notes
 from resfx.folded_capture import capture_folded
 from resfx.graphed import TRAIN_REFUSAL
+from resfx.parts import parts_of
 from resfx.passes import Form, FormError, Plan
 from resfx.passes.parameters import ParameterTree
 from resfx.patterns import NoResidualFound, Searched, Stream, open_modules, refresh, search
 from resfx.provenance import already, rewritten_forms
+from resfx.rewrite_parts import Wish, rewrite_parts
 from resfx.rewritten import Rewritten, taken_names
 from resfx.selection import Select, Streams, chosen_streams, matching, predicate
 from resfx.tidy import drop_whole_slices
@@ -59,6 +61,8 @@ def rewrite(
     paths, or a predicate over sites) limit what is rewritten. `warm_start`: the result starts as the identical function.
 
     The result has the model's call signature and output types, its state_dict names plus `residual.*`, and `.residual_map`.
+    A model whose own forward can't be traced comes back as what it is, an instance of its class, with the submodules rewritten
+    that trace and hold a stream: `residual_map.notes` names them.
     Errors: NoResidualFound (with the near misses), RewriteError, SelectionError, FormError, CaptureError and its kin.
     """
     _check(model, form)
@@ -71,7 +75,17 @@ def rewrite(
         taken = [plan.stream.index for plan in earlier]
         return [*earlier, *stream_plans(found, form, select, streams, warm_start, taken)]
 
-    result = rewrite_by(plain, call, plans, insist=streams is not None or select is not None)
+    insist = streams is not None or select is not None
+    try:
+        result = rewrite_by(plain, call, plans, insist=insist)
+    except CaptureError as error:
+        whole = isinstance(source, Rewritten) or dynamic_shapes is not None or frontend != "export"
+        parts = [] if whole else parts_of(source, call.args, call.kwargs)
+        if not parts:
+            raise
+        return rewrite_parts(
+            source, (call.args, call.kwargs), parts, Wish(form, select, streams, warm_start), _rewrite_part, error
+        )
     if isinstance(source, Rewritten):
         carry_over(source, result)
     return result
@@ -105,6 +119,10 @@ def rewrite_by(plain: nn.Module, call: Call, plans_for: PlansFor, *, insist: boo
     return _apply(plain, call, flat, found, plans_for(found.streams), insist)
 
 
+def _rewrite_part(part: nn.Module, args: Any, kwargs: Any, plans: PlansFor, insist: bool) -> Rewritten:
+    return rewrite_by(part, Call(args, kwargs), plans, insist=insist)
+
+
 def check_form(form: Any) -> None:
     """Errors: FormError for anything that is no form, a form's class included."""
     if isinstance(form, Form):
@@ -127,6 +145,8 @@ def _check(model: nn.Module, form: Form) -> None:
         raise RewriteError(
             f"this program was {already(earlier)}; rewrite the model it was made from, or use what resfx.save wrote of the first rewrite"
         )
+    if "residual_map" in vars(model):
+        raise RewriteError(f"this {type(model).__name__} was rewritten part by part already; rewrite the original")
     if isinstance(model._modules.get("residual"), ParameterTree) and not isinstance(model, Rewritten):
         raise RewriteError(f"the {type(model).__name__} is attached (resfx.attach): resfx.detach it before the rewrite")
     if not isinstance(model, Rewritten) and hasattr(model, "residual"):
