@@ -116,6 +116,8 @@ def is_custom(node: Node) -> bool:
         return False
     if isinstance(target, torch._ops.OpOverload):
         return not target._schema.name.startswith("aten::")
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return not str(target).startswith("aten.")
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 

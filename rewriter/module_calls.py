@@ -93,10 +93,9 @@ class _Finder:
         return found
 
     def call(self, path: str, index: int, signature: Any) -> ModuleCall | None:
+        # Not all inputs were noted, as for the input guards of a program within: what the call computes stays as it is.
         if len(signature.inputs) != signature.in_spec.num_leaves:
-            return (
-                None  # not all were noted, as for the input guards of a program within: what it computes stays as it is
-            )
+            return None
         names = [a.name for a in (*signature.inputs, *signature.outputs) if not isinstance(a, ConstantArgument)]
         region = self._home((path, index), names)
         if region is None:

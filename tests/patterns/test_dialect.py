@@ -71,6 +71,8 @@ def test_custom_operators() -> None:
     graph = Graph()
     x = graph.placeholder("x")
     assert is_custom(graph.call_function(torch.ops.higher_order.cond, (x,)))
+    assert is_custom(graph.call_function(torch.ops.quantized.linear_dynamic, (x,)))
+    assert not is_custom(graph.call_function(aten.relu, (x,)))
     assert not any(is_custom(graph.call_function(f, (x,))) for f in (aten.add.Tensor, torch.relu, math.sqrt))
     assert not is_custom(x)
 

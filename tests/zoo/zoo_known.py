@@ -50,8 +50,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "enc/reformer": _rewrite("reversible coupling"),
     # The state passes a stochastic depth and another step that both follow the mode.
     "vis/cvt": _rewrite("several steps on the state"),
-    # Open faults of ours. eca_vovnet: a leaf that is given a list. xception41p: the captured graph differs, found by its check.
-    "timm/eca_vovnet39b": _rewrite("treespec.unflatten"),
+    # Open faults of ours. xception41p: the captured graph differs, found by its check.
     "timm/xception41p": _rewrite("the captured graph's output differs"),
     # The roots sort and filter boxes by their values: data-dependent sizes in the code around the backbone.
     "tv/det_retinanet_resnet50_fpn": _DATA_DEPENDENT,
