@@ -83,9 +83,11 @@ def rewrite(
         parts = [] if whole else parts_of(source, call.args, call.kwargs)
         if not parts:
             raise
-        return rewrite_parts(
-            source, (call.args, call.kwargs), parts, Wish(form, select, streams, warm_start), _rewrite_part, error
-        )
+        wish = Wish(form, select, streams, warm_start)
+        try:
+            return rewrite_parts(source, (call.args, call.kwargs), parts, wish, _rewrite_part, error)
+        except CaptureError:
+            raise error from error.__cause__  # what stopped the whole stops a part too
     if isinstance(source, Rewritten):
         carry_over(source, result)
     return result
