@@ -7,7 +7,7 @@ Sums are taken in graph order, once. What is no site though it looks like one is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -20,7 +20,7 @@ from resfx.patterns.readings import Candidate, Reading, Sums, data_users
 from resfx.patterns.recurrences import recurrent_sites
 from resfx.patterns.rejected import Rejected
 from resfx.patterns.resolution import Resolution
-from resfx.patterns.slices import rebuilt_whole, same_source, strip
+from resfx.patterns.slices import parts_of, rebuilt_whole, same_source, strip
 from resfx.patterns.streams import Kind, Side, Site, Term
 from resfx.patterns.threads import Thread, Threads
 
@@ -169,6 +169,8 @@ class Search:
         if miss is not None:
             return miss
         result = rebuilt_whole(node, reading.region) if reading.region else node
+        if result is None and self._is_read_whole(branches, carrier):
+            reading, result = replace(reading, region=()), node  # the part goes on as a state by itself
         if result is None:
             return Rejected(node, "structure", "a part of {} is added to, and not put back into it", (carrier,))
         return Candidate(node, result, reading, tuple(t for t, _ in others), tuple(branches), carrier, bool(direct))
@@ -197,6 +199,10 @@ class Search:
         if not dialect.same_shape(skip, node):
             return Rejected(node, "shape", "the sum has another shape than its term {}", (skip,))
         return None
+
+    def _is_read_whole(self, branches: list[Term], carrier: Node) -> bool:
+        """Is there a way from `carrier` to the branches that does not lead through a part of it?"""
+        return carrier in self._resolution.way(branches, carrier, parts_of(carrier))
 
     def _is_running_state(self, term: Term, carrier: Node) -> bool:
         """Does the term carry a stream's state that already holds the carrier, or that lives on beside this sum?

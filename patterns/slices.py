@@ -24,6 +24,19 @@ def slice_base(node: Node) -> Node | None:
     return None
 
 
+def parts_of(whole: Node) -> set[Node]:
+    """The slices and splits of a value, and of its casts, copies and views."""
+    found: set[Node] = set()
+    todo = [whole]
+    while todo:
+        for user in todo.pop().users:
+            if identity_operand(user) is not None:
+                todo.append(user)
+            elif op_name(user) in SLICE or op_name(user) in SPLIT:
+                found.add(user)
+    return found
+
+
 def same_source(left: Node, right: Node) -> bool:
     """Are these two different parts of one value?"""
     a, b = slice_base(strip(left)), slice_base(strip(right))

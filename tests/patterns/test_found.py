@@ -205,6 +205,16 @@ class SliceInPlace(Net):
         return x
 
 
+@case((2, 5, D))
+class ClassTokenAlone(Net):
+    """CrossViT: the class token attends to all, and leaves the sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.n(x)
+        token = x[:, 0:1] + (self.f(h[:, 0:1]) @ self.g(h).mT).softmax(-1) @ self.g(h)  # SITE
+        return token + self.h(token)  # SITE
+
+
 @case(streams=2)
 class ReversibleCoupling(Net):
     def setup(self) -> None:

@@ -210,6 +210,16 @@ class ChunkSums(ConvNet):
 
 
 @case(streams=0)
+class PartsOfOneValue(Net):
+    """What is computed from one part is added to another one, and nothing reads the whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.f(x)
+        first, last = x[:, :2], x[:, 3:]
+        return last + self.g(first)  # MISS structure: not put back
+
+
+@case(streams=0)
 class LowRankAdapter(Net):
     def setup(self) -> None:
         self.down, self.up = nn.Linear(D, 2, bias=False), nn.Linear(2, D, bias=False)
