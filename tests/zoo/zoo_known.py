@@ -28,7 +28,7 @@ KNOWN: dict[str, dict[str, str]] = {
     # As in lilt: the last sum of the global tokens reaches no output.
     "s2s/pegasus_x": {"sites": "13 for 14", "branches": "13 for 14", "lines": "modeling_pegasus_x.py"},
     "s2s/seamless_m4t_t2t": _LAYER_DROP,
-    # The decoder's queries start all the same: which mix of equal states its first reads get can't be seen. (multigate)
+    # Deformable attention does not read its queries at either point: its weights start at zero, and the woken ones look outside a map of 2x2.
     "vis/deformable_detr": {**_LAYER_DROP, "multigate.parameters": "2 of 33 change nothing"},
     "vis/detr": _LAYER_DROP,
     "vis/mask2former": _LAYER_DROP,
