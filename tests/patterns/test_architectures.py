@@ -219,6 +219,40 @@ class ScalesOfTheSkip(Net):
         return x.lerp(self.h(x), 0.3) / math.sqrt(0.7**2 + 0.3**2)  # SITE
 
 
+@case(TOKENS)
+class LinearBiases(Net):
+    """ALiBi: distances with a slope for each head, learned here, are added to the scores."""
+
+    def setup(self) -> None:
+        self.slopes = nn.Parameter(torch.rand(2, 1, 1))
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (2, -1)).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        distance = (places[:, None] - places).abs()
+        for layer in (self.f, self.g):
+            q, k = self.heads(layer(x)), self.heads(self.h(x))
+            scores = q @ k.mT - self.slopes * distance
+            x = x + (scores.softmax(-1) @ k).transpose(1, 2).flatten(2)  # SITE x2
+        return x
+
+
+@case(TOKENS)
+class ParallelAdapters(Net):
+    """An adapter beside the MLP is a second branch; one inside of a linear map belongs to it."""
+
+    def setup(self) -> None:
+        self.down, self.up = nn.Linear(D, 2, bias=False), nn.Linear(2, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.f(self.n(x)) + 0.5 * self.up(self.down(x).relu())  # SITE
+        h = self.m(x)
+        mapped = self.g[0](h) + self.up(self.down(h))  # MISS structure: computed from another
+        return x + self.h(mapped)  # SITE
+
+
 @cases_of(__name__)
 def test_found(case: Case) -> None:
     case.check()
@@ -240,3 +274,8 @@ def test_rewritten(model: type[nn.Module]) -> None:
 
 def _joined(output: Tensor | tuple[Tensor, ...]) -> Tensor:
     return torch.cat([part.flatten() for part in output]) if isinstance(output, tuple) else output.flatten()
+
+
+def test_an_adapter_beside_the_branch_is_a_branch() -> None:
+    case = next(case for case in CASES[__name__] if case.model is ParallelAdapters)
+    assert [len(site.branches) for site in case.find().sites] == [2, 1]
