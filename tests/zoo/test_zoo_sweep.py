@@ -93,6 +93,15 @@ def test_the_page_counts_and_lists(tmp_path: Path) -> None:
     assert f"| {NAME} | sites | fail | 3 for 4 |" in text
 
 
+def test_the_later_line_counts(tmp_path: Path) -> None:
+    files = [tmp_path / "old.jsonl", tmp_path / "new.jsonl"]
+    late = {"limit": {"status": "fail", "class": "timeout", "reason": "late"}}
+    for file, steps in zip(files, (late, {"capture": {"status": "pass"}}), strict=True):
+        file.write_text(json.dumps({"model": NAME, "group": "find", "commit": file.stem, "steps": steps}))
+    assert gather(files) == {NAME: {"capture": {"status": "pass"}}}
+    assert list(runs(files)) == [f"- find: 1 of {len(zoo_sweep.ZOO)} models; 1 at new"]
+
+
 def test_reasons_are_classes() -> None:
     one, two = ({"reason": f"`layer.{i}` differs by {i}.5e-{i} ('a{i}')"} for i in (1, 2))
     assert reason_class(one) == reason_class(two)

@@ -40,17 +40,20 @@ MEANING = {
 
 
 def gather(files: Sequence[Path]) -> dict[str, Steps]:
+    """Model -> its steps; of two lines for one model and group the later one counts."""
     models: dict[str, Steps] = defaultdict(dict)
-    for file in files:
-        for (name, group), line in read(file).items():
-            models[name].update({f"{group}.{s}" if s == "limit" else s: r for s, r in line["steps"].items()})
+    for (name, group), line in _lines(files).items():
+        models[name].update({f"{group}.{s}" if s == "limit" else s: r for s, r in line["steps"].items()})
     return models
+
+
+def _lines(files: Sequence[Path]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {key: line for file in files for key, line in read(file).items()}
 
 
 def runs(files: Sequence[Path]) -> Iterator[str]:
     """How many models each group of steps was run on, at which commit."""
-    lines = {key: line for file in files for key, line in read(file).items()}
-    found = Counter((group, line.get("commit", "unknown")) for (_, group), line in lines.items())
+    found = Counter((group, line.get("commit", "unknown")) for (_, group), line in _lines(files).items())
     for group in dict.fromkeys(group for group, _ in found):
         parts = [f"{count} at {commit}" for (each, commit), count in found.most_common() if each == group]
         total = sum(count for (each, _), count in found.items() if each == group)
