@@ -52,7 +52,7 @@ def _empty(kind: type[nn.Module], *args: Any, **options: Any) -> nn.Module:
         return kind(*args, **options).bfloat16()
 
 
-def _on_a_gpu(x: torch.Tensor) -> bool:
+def on_a_gpu(x: torch.Tensor) -> bool:
     """The net is traced on the CPU and compiled for a GPU."""
     return True
 
@@ -62,7 +62,7 @@ def cost(build: Callable[[], nn.Module]) -> tuple[dict[str, Any], dict[str, Any]
     figures = []
     for train in (False, True):
         net = build()
-        with mock.patch("resfx.passes.products.widens_products", _on_a_gpu):
+        with mock.patch("resfx.passes.products.widens_products", on_a_gpu):
             figures.append(measure(lambda net=net: (with_memory(net), (example(),), {}), train=train))
     return figures[0], figures[1]
 
