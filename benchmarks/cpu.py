@@ -2,7 +2,9 @@
 
 The reference net (`reference_net.py`), 48 sublayers, D 256, 4 x 256 tokens, float32, compiled by Inductor: time over the plain net's, for
 inference, for a step of training (forward and backward) and for an AOTInductor package; and Inductor's kernels. The nets take turns, round
-by round, in one process; a time is the median round's. Compiling takes minutes a net the first time, and is kept in Inductor's cache.
+by round, in one process; a time is the median round's. `--processor` measures processor time, where others are at work on the machine: set
+OMP_WAIT_POLICY=passive, for a thread that waits in a loop counts as one that works. Compiling takes minutes a net the first time, and is
+kept in Inductor's cache.
 """
 
 from __future__ import annotations
@@ -123,18 +125,25 @@ def _kernels() -> int:
     return int(metrics.generated_kernel_count)
 
 
-def seconds(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def seconds(runs: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
     """The median time of each, taking turns; the first round is left out."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds + 1):
         for name, run in runs.items():
-            started = time.perf_counter()
+            started = clock()
             run()
-            times[name].append(time.perf_counter() - started)
+            times[name].append(clock() - started)
     return {name: statistics.median(found[1:]) for name, found in times.items()}
 
 
-def table(names: list[str], modes: list[str], size: Size, rounds: int, tell: Callable[[str], None]) -> str:
+def table(
+    names: list[str],
+    modes: list[str],
+    size: Size,
+    rounds: int,
+    clock: Callable[[], float],
+    tell: Callable[[str], None],
+) -> str:
     """Each line's time over the plain net's, its kernels and its compile time; `tell` hears of each step."""
     known = nets(size)
     cells: dict[str, list[str]] = {name: [] for name in names}
@@ -144,7 +153,7 @@ def table(names: list[str], modes: list[str], size: Size, rounds: int, tell: Cal
             for name in names:
                 made[name] = runner(known[name], mode, size, Path(folder))
                 tell(f"{mode}: {name}: {made[name].kernels} kernels, {made[name].seconds:.0f} s to compile")
-            times = seconds({name: one.run for name, one in made.items()}, rounds)
+            times = seconds({name: one.run for name, one in made.items()}, rounds, clock)
             for name, one in made.items():
                 ratio = times[name] / times["plain"]
                 tell(f"{mode}: {name}: {1000 * times[name]:.2f} ms, {ratio:.3f} x plain")
@@ -177,6 +186,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--processor", action="store_true", help="processor time in place of the clock's")
     parser.add_argument("--out", type=Path, help="where the table goes; nowhere if it isn't given")
     options = parser.parse_args()
     size = Size(options.sublayers, options.width, options.batch, options.tokens)
@@ -186,7 +196,10 @@ def main() -> None:
     names = ["plain", *(name for name in options.names or known if name != "plain")]
     torch.set_num_threads(options.threads)
     console = Console(soft_wrap=True, stderr=True)
-    found = table(names, options.only, size, options.rounds, partial(console.print, markup=False, highlight=False))
+    clock = time.process_time if options.processor else time.perf_counter
+    found = table(
+        names, options.only, size, options.rounds, clock, partial(console.print, markup=False, highlight=False)
+    )
     Console(soft_wrap=True).print(found, markup=False, highlight=False)
     if options.out is not None:
         options.out.write_text(markdown(found, size, options.threads), encoding="utf-8")
