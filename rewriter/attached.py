@@ -20,6 +20,9 @@ from resfx.patterns import ResidualMap
 
 Backend: TypeAlias = "str | Callable[..., Any]"
 
+# Their keys are numbers that torch gives to one hook only.
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
 _numbers = itertools.count()
 _sessions = threading.local()
 
@@ -38,6 +41,11 @@ class Attachment:
         self.broke: str | None = None  # the last graph break, for messages
         self.failure: Exception | None = None
         self._slots: tuple[Any, list[tuple[str, dict[str, Any], str]]] = (None, [])
+        self._hooks: list[dict[int, Any]] | None = None
+
+    def look_around(self) -> None:
+        """Note again which modules there are: their hooks are part of `state`. For whenever something is compiled anew."""
+        self._hooks = [vars(module)[table] for module in self.model.modules() for table in _HOOKS]
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The new parameters as they are now, by name: what replaced them (a wrapper, a functional call) included."""
@@ -51,8 +59,14 @@ class Attachment:
         return {name: table[leaf] for name, table, leaf in slots}
 
     def state(self) -> tuple[Any, ...]:
-        """What compiled graphs assume about the new parameters, which Dynamo's own guards do not see."""
-        return tuple((p.dtype, p.device, p.requires_grad) for p in self.parameters().values())
+        """What compiled graphs assume and Dynamo's guards do not see: of the new parameters, and which hooks there are.
+
+        Dynamo can guard hooks itself, which takes it several times as long, at every call.
+        """
+        if self._hooks is None:
+            self.look_around()
+        hooks = [number for table in self._hooks or () for number in table] if any(self._hooks or ()) else []
+        return (*hooks, *((p.dtype, p.device, p.requires_grad) for p in self.parameters().values()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         fresh = Attachment.__new__(Attachment)

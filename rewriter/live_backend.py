@@ -38,6 +38,7 @@ class LiveBackend:
 
     def _compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         attachment = self.attachment
+        attachment.look_around()
         attachment.broke = break_line(getattr(graph_module, "compile_subgraph_reason", None)) or attachment.broke
         graph = LiveGraph(graph_module, example_inputs, attachment.model)
         graph.prepare()

@@ -110,14 +110,8 @@ def _run_by_python(function: Callable[..., Any]) -> None:
 
 
 def _tracing() -> AbstractContextManager[Any]:
-    """How Dynamo traces an attached model.
-
-    Under DistributedDataParallel it would cut graphs at the borders of gradient buckets, and so streams. And it would not notice a
-    hook that a submodule gets after the first call.
-    """
-    patched: AbstractContextManager[Any] = torch._dynamo.config.patch(
-        optimize_ddp=False, skip_nnmodule_hook_guards=False
-    )
+    """How Dynamo traces an attached model: under DistributedDataParallel it would cut graphs at the borders of gradient buckets."""
+    patched: AbstractContextManager[Any] = torch._dynamo.config.patch(optimize_ddp=False)
     return patched
 
 

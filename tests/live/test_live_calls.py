@@ -201,3 +201,18 @@ def test_a_hook_that_comes_later(pair: Pair) -> None:
     assert worst([pair.live(x)], [before]) > 1e-3
     hook.remove()
     assert_close([pair.live(x)], [before])
+
+
+def test_a_hook_on_a_module_that_comes_later() -> None:
+    x, model = live_toys.inputs(), live_toys.model()
+    resfx.attach(model, FORM, (x,), backend="eager")
+    perturb(model)
+    model(x)
+    model.embed = nn.Sequential(model.embed)
+    before = model(x)
+    hook = model.embed.register_forward_hook(lambda module, args, output: output * 3)
+    first = model(x)
+    hook.remove()
+    model.embed.register_forward_hook(lambda module, args, output: output * 5)
+    assert worst([first], [before]) > 1e-3
+    assert worst([model(x)], [first]) > 1e-3
