@@ -15,11 +15,19 @@ import onnx
 import onnx_ir as ir
 import onnxscript
 import torch
-from onnx_ir.passes.common import InlinePass
+from onnx_ir.passes import common
 
 from resfx.export.onnx_calls import named
 
 DOMAIN = "resfx"
+_INLINING = (
+    common.InlinePass(),
+    common.RemoveUnusedFunctionsPass(),
+    common.RemoveUnusedOpsetsPass(),
+    common.CommonSubexpressionEliminationPass(),
+    common.RemoveUnusedNodesPass(),
+    common.NameFixPass(),
+)
 _ANY = onnx.defs.get_schema("Identity").type_constraints[0].allowed_type_strs
 
 
@@ -76,8 +84,8 @@ class LocalFunctions:
                 function.graph.opset_imports[""] = model.opset_imports[""]
                 model.functions[function.identifier()] = function
         if inline and self._made:
-            InlinePass()(model)
-            onnxscript.optimizer.optimize(model)
+            # Not onnxscript's optimizer: it leaves inlined Reshape(x, Shape(y)) out of order. ONNX Runtime folds constants itself.
+            ir.passes.Sequential(*_INLINING)(model)
 
     def _translation(self, function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)

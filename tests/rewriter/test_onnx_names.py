@@ -79,6 +79,9 @@ def test_every_function(dim: int, shape: tuple[int, ...], dtype: torch.dtype, tm
     inputs = (torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype))
     report = resfx.export.to_onnx(every_call(dim, dtype), tmp_path / "m.onnx", inputs)
     assert len(report.checks) == 4
+    inline = resfx.export.to_onnx(every_call(dim, dtype), tmp_path / "inline.onnx", inputs, inline=True)
+    assert len(inline.checks) == 4
+    assert not onnx.load(inline.path).functions
     calls = Counter(node.op_type for node in onnx.load(report.path).graph.node if node.domain == "resfx")
     assert calls == Counter(NAMED[function][0] for function, found in CALLS.items() for _ in found)
 
