@@ -51,6 +51,21 @@ def test_a_warm_start_samples_the_same_tokens() -> None:
     assert torch.equal(mine, generated(DECODERS["qwen3"](), padded(), do_sample=True))
 
 
+@pytest.mark.parametrize(
+    "options", [{"cache_implementation": "static"}, {"do_sample": True}], ids=["static cache", "sampling"]
+)
+def test_recompilations_are_few_with_left_padding(options: dict[str, Any]) -> None:
+    graphs = []
+
+    def counting(graph: torch.fx.GraphModule, example: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = attached("llama", resfx.DeltaAttention(), counting)  # type: ignore[arg-type]
+    generated(model, padded(), **options)
+    assert len(graphs) <= 4
+
+
 def test_recompilations_are_few() -> None:
     """Sixty-four steps: the prompt, the first step, and one graph for all steps after it."""
     graphs = []
