@@ -22,7 +22,7 @@ from resfx.export.onnx_calls import named
 DOMAIN = "resfx"
 _INLINING = (
     common.InlinePass(),
-    common.RemoveUnusedFunctionsPass(),
+    common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
     common.RemoveUnusedOpsetsPass(),
     common.CommonSubexpressionEliminationPass(),
     common.RemoveUnusedNodesPass(),
