@@ -32,6 +32,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "vis/deformable_detr": {**_LAYER_DROP, "multigate.parameters": "2 of 33 change nothing"},
     "vis/detr": _LAYER_DROP,
     "vis/mask2former": _LAYER_DROP,
+    "vis/rt_detr": _LAYER_DROP,
     "vis/table-transformer": _LAYER_DROP,
     # A reversible coupling; its inverse would no longer exist.
     "enc/reformer": _rewrite("reversible coupling"),
