@@ -23,7 +23,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.runtime.hints import DeviceProperties
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 DRAM_GBPS = 4800.0  # H200 datasheet
 H200 = types.SimpleNamespace(
@@ -203,7 +203,8 @@ def _inner(records, sources):
                 is_inference=is_inference,
                 is_backward=is_backward,
             )
-            with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
+            # Off: what the caller's mode makes of a call mustn't meet the tensors of this one.
+            with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]), unset_fake_temporarily():
                 lowering.run(*example_inputs)
                 src = lowering.codegen()[0]
                 src = getattr(src, "value", src)

@@ -14,6 +14,7 @@ from resfx.passes.form import Form
 from resfx.passes.legality import reason_to_refuse
 from resfx.passes.loops import Loops
 from resfx.passes.parameters import ModuleParameters, Parameters
+from resfx.passes.schedule import group_reads
 from resfx.passes.walk import Plan, Select, Walk
 from resfx.patterns.streams import Stream
 
@@ -71,6 +72,7 @@ def apply_all(
     for index in sorted(range(len(plans)), key=outermost_first):
         results[index] = _apply_one(editor, plans[index], prefix, store, loops)
     editor.finish()
+    group_reads(editor)
     names = [name for result in results.values() if isinstance(result, Applied) for name in result.parameters]
     check(editor, names)
     if loops.cut(prefix):

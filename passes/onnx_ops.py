@@ -117,14 +117,21 @@ def _mixture(t: _Tokens, sources: Sequence[Value], query: Value, key_norm: Value
 
 
 def _routed_read(
-    op: Any, sources: Sequence[Value], query: Value, key_norm: Value, eps: float, dim: int, dtype: Any = None
+    op: Any,
+    sources: Sequence[Value],
+    query: Value,
+    key_norm: Value,
+    eps: float,
+    dim: int,
+    dtype: Any = None,
+    **_: object,
 ) -> Value:
     t = _Tokens(op, sources[0], dim)
     return t.rounded(_mixture(t, sources, query, key_norm, eps), dtype)
 
 
 def _delta_read(
-    op: Any, h: Value, sources: Sequence[Value], query: Value, key_norm: Value, eps: float, dim: int
+    op: Any, h: Value, sources: Sequence[Value], query: Value, key_norm: Value, eps: float, dim: int, **_: object
 ) -> Value:
     t = _Tokens(op, h, dim)
     return t.rounded(op.Add(t.wide(h), _mixture(t, sources, query, key_norm, eps)))
@@ -231,7 +238,9 @@ def _mixed(t: _Tokens, streams: Sequence[Value], u: Value, gates: Value, dtype: 
 # The gates and blends that a read may end with stay what the exporter makes of them.
 NAMED: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
     ops.delta_read: ("DeltaRead", _delta_read),
+    ops.grouped_delta_read: ("DeltaRead", _delta_read),
     ops.single_read: ("DeltaRead", _single_read),
+    ops.grouped_routed_read: ("AttentionResidualRead", _routed_read),
     ops.routed_read: ("AttentionResidualRead", _routed_read),
     ops.pool: ("MultiGatePool", _pool),
     ops.independent_mix: ("MultiGateWrite", _independent_mix),

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from resfx.passes import gating
+from resfx.passes.group_read import group_partials
 from resfx.passes.products import wide_linear
-from resfx.passes.routing import mixture
+from resfx.passes.routing import Older, mixture
 from resfx.passes.statistics import along, full_precision, inverse_rms, wide
 
 Scalar = float | Tensor
@@ -48,7 +49,13 @@ def _like_state(h: Tensor, *_: object) -> Tensor:
 
 
 def _like_first_source(
-    sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int, dtype: torch.dtype | None = None
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_norm: Tensor,
+    eps: float,
+    dim: int,
+    dtype: torch.dtype | None = None,
+    *_: object,
 ) -> Tensor:
     return _like(sources[0], dtype=dtype)
 
@@ -72,6 +79,77 @@ def delta_read(h: Tensor, sources: Sequence[Tensor], query: Tensor, key_norm: Te
     """h + sum_i a_i v_i, a = softmax_i(query . (rms(v_i) * key_norm))."""
     with full_precision(h):
         return mixture(sources, query, key_norm, eps, dim, dtype=h.dtype, onto=h)
+
+
+def _ungrouped(_: object, sources: object, queries: Sequence[Tensor], *__: object) -> list[list[Tensor]]:
+    return [[] for _ in range(2 + len(queries))]
+
+
+@_example(_ungrouped)
+def group_read(
+    earlier: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    queries: Sequence[Tensor],
+    key_norms: Sequence[Tensor],
+    eps: float,
+    dim: int,
+    with_sum: bool,
+    is_last: bool,
+) -> list[list[Tensor]]:
+    """What several readers, one for each query, are to read of the sources they have in common: those of an earlier group and these.
+
+    First what a later group needs (`is_last`: none comes), then the sum of the sources (`with_sum`), then a list for each reader. All are
+    empty where a read over all of its sources costs less: anywhere but on a GPU.
+    """
+    with full_precision(sources[0]):
+        group = group_partials(earlier, sources, queries, key_norms, eps, dim, with_sum, is_last)
+    return _ungrouped(earlier, sources, queries) if group is None else group
+
+
+@_example(lambda total, h: _like(h))
+def sum_of(total: Sequence[Tensor], h: Tensor) -> Tensor:
+    """`h`, the sum of a group's sources; from the group where it has that, and another pass over them is saved."""
+    return total[0] if total and total[0].dtype == h.dtype else h
+
+
+def _still_to_read(
+    sources: Sequence[Tensor], earlier: Sequence[Tensor], known: int
+) -> tuple[Sequence[Tensor], Older | None]:
+    return (sources[known:], Older(*earlier)) if earlier else (sources, None)
+
+
+@_example(_like_first_source)
+def grouped_routed_read(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_norm: Tensor,
+    eps: float,
+    dim: int,
+    dtype: torch.dtype | None,
+    earlier: Sequence[Tensor],
+    known: int,
+) -> Tensor:
+    """`routed_read`; the first `known` of the sources have been read in a group, unless `earlier` is empty."""
+    with full_precision(sources[0]):
+        own, older = _still_to_read(sources, earlier, known)
+        return mixture(own, query, key_norm, eps, dim, dtype=dtype or sources[0].dtype, older=older)
+
+
+@_example(_like_state)
+def grouped_delta_read(
+    h: Tensor,
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_norm: Tensor,
+    eps: float,
+    dim: int,
+    earlier: Sequence[Tensor],
+    known: int,
+) -> Tensor:
+    """`delta_read`; the first `known` of the sources have been read in a group, unless `earlier` is empty."""
+    with full_precision(h):
+        own, older = _still_to_read(sources, earlier, known)
+        return mixture(own, query, key_norm, eps, dim, dtype=h.dtype, onto=h, older=older)
 
 
 def single_read(h: Tensor, source: Tensor) -> Tensor:

@@ -23,13 +23,13 @@ class Probe:
     gates: tuple[Tensor, ...] = ()
 
 
-def _delta_read(h: Tensor, sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int) -> Probe:
+def _delta_read(
+    h: Tensor, sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int, *_: object
+) -> Probe:
     return Probe(weights=routing.weights(sources, query, key_norm, eps, dim))
 
 
-def _routed_read(
-    sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int, dtype: torch.dtype | None = None
-) -> Probe:
+def _routed_read(sources: Sequence[Tensor], query: Tensor, key_norm: Tensor, eps: float, dim: int, *_: object) -> Probe:
     return Probe(weights=routing.weights(sources, query, key_norm, eps, dim))
 
 
@@ -73,7 +73,9 @@ def _blend(plain: Tensor, value: Tensor, amount: Tensor) -> Probe:
 
 PROBES: Mapping[Any, Callable[..., Probe]] = {
     ops.delta_read: _delta_read,
+    ops.grouped_delta_read: _delta_read,
     ops.routed_read: _routed_read,
+    ops.grouped_routed_read: _routed_read,
     ops.pool: _pool,
     ops.independent_mix: _independent_mix,
     ops.competitive_mix: _competitive_mix,

@@ -22,8 +22,10 @@ D, SITES = 16, 6
 # Arguments after the values: what a function is called with, "v" for a value of the stream, "d" a vector, "m2" [D, 2 D], ..
 CALLS: dict[Callable[..., Any], list[tuple[Any, ...]]] = {
     ops.delta_read: [("v", ["v", "v", "v"], "d", "d", 1e-6, "dim")],
+    ops.grouped_delta_read: [("v", ["v", "v", "v"], "d", "d", 1e-6, "dim", [], 2)],
     ops.single_read: [("v", "v")],
     ops.routed_read: [(["v", "v"], "d", "d", 1e-6, "dim"), (["v", "v", "v"], "d", "d", 1e-6, "dim", "dtype")],
+    ops.grouped_routed_read: [(["v", "v", "v"], "d", "d", 1e-6, "dim", "dtype", [], 2)],
     ops.pool: [(["v", "v"], "d", 1e-6, "dim"), (["v", "v", "v"], "d", 1e-6, "dim", "dtype")],
     ops.independent_mix: [
         (["v", "v", "v"], "v", "d", "n3", 1e-6, "dim"),
