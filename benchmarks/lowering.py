@@ -62,7 +62,10 @@ def cost(build: Callable[[], nn.Module]) -> tuple[dict[str, Any], dict[str, Any]
     figures = []
     for train in (False, True):
         net = build()
-        with mock.patch("resfx.passes.products.widens_products", on_a_gpu):
+        with (
+            mock.patch("resfx.passes.products.widens_products", on_a_gpu),
+            mock.patch("resfx.passes.group_kernels.runs_on", on_a_gpu),
+        ):
             figures.append(measure(lambda net=net: (with_memory(net), (example(),), {}), train=train))
     return figures[0], figures[1]
 

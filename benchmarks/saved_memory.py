@@ -3,6 +3,9 @@
 The reference net (`reference_net.py`), 12 sublayers, D 1024, 8 x 2048 tokens, bfloat16, for torch.compile on a GPU: what AOTAutograd's
 forward graph hands to its backward, inputs and parameters left out. One line of JSON each: GB, how many tensors as large as the stream
 ("streams"; one that is 4 D wide counts as four), and the GB of what is smaller, such as scalars per token. Nothing runs.
+
+Delta's and AttentionResidual's reads are counted one by one, as anywhere but on a GPU. There reads come in groups, and each of those keeps
+one tensor more, what its group found for it: `lowering.py` counts that.
 """
 
 from __future__ import annotations

@@ -127,11 +127,15 @@ def _launch(
     *scalars: float,
     **has: bool,
 ) -> None:
-    (readers, size), tokens = others[0].shape, tensors[0].shape[0]
+    options = kernel_options(*others[0].shape)
+    wrap_triton(kernel)[(programs,)](*tensors, *others, count, tensors[0].shape[0], *scalars, **options, **has)
+
+
+def kernel_options(readers: int, size: int) -> dict[str, int]:
+    """What a kernel is compiled for: readers and features, also as powers of 2, and how many warps share their sums."""
     rows, width = (1 << (n - 1).bit_length() for n in (readers, size))
     warps = min(max(rows * width // 1024, 1), 16)
-    shape = {"READERS": readers, "SIZE": size, "R": rows, "D": width, "PART": min(width, _PART), "num_warps": warps}
-    wrap_triton(kernel)[(programs,)](*tensors, *others, count, tokens, *scalars, **shape, **has)
+    return {"READERS": readers, "SIZE": size, "R": rows, "D": width, "PART": min(width, _PART), "num_warps": warps}
 
 
 def _by_sample(function: Callable[..., Any]) -> Callable[..., Any]:
