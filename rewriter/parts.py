@@ -16,8 +16,10 @@ from torch import fx, nn
 from resfx.capture import capture
 from resfx.capture_errors import CaptureError, GuardError
 from resfx.captured import Captured, capture_notes
+from resfx.passes.parameters import ParameterTree
 from resfx.patterns import Searched, Stream, search
 from resfx.patterns.rejected import Rejected
+from resfx.rewritten import Rewritten
 from resfx.verify import trial_run
 
 Called: TypeAlias = list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -42,7 +44,9 @@ class Part:
 
 
 def parts_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unweighted: bool = False) -> list[Part]:
-    """The parts, in the order of the module tree; none where the model does not run."""
+    """The parts, in the order of the module tree; none where the model does not run, or is attached: its graphs are Dynamo's."""
+    if any(_is_attached(module) for module in model.modules()):
+        return []
     calls = _calls(model, args, kwargs)
     parts: list[Part] = []
     untraced: set[str] = set()  # with # for the numbers: layer 7 fails as layer 0 does
@@ -64,6 +68,10 @@ def parts_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], u
             notes = tuple(f"`{path}`: {note}" for note in capture_notes(captured))
             parts.append(Part(path, module, *calls[id(module)][0], found, notes, first))
     return parts
+
+
+def _is_attached(module: nn.Module) -> bool:
+    return isinstance(module._modules.get("residual"), ParameterTree) and not isinstance(module, Rewritten)
 
 
 def parts_note(model: nn.Module, paths: Sequence[str], error: CaptureError) -> str:

@@ -13,6 +13,7 @@ from test_events import FORMS as EXAMPLES
 from test_events import MODELS, build, compare
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_flatten
 
 from resfx.passes import (
     Applied,
@@ -338,9 +339,9 @@ def test_example_values_are_what_runs(form: Form, dtype: torch.dtype) -> None:
         def run_node(self, n: torch.fx.Node) -> object:
             value = super().run_node(n)
             if "resfx" in n.meta.get("custom", {}):
-                example = n.meta["val"]
-                pairs = zip(value, example, strict=True) if isinstance(value, list) else [(value, example)]
-                assert all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs), n
+                (found, layout), (example, expected) = map(tree_flatten, (value, n.meta["val"]))
+                assert layout == expected, n
+                assert all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(found, example, strict=True)), n
             return value
 
     Compare(graph_module).run(x)

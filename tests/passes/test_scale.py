@@ -12,7 +12,7 @@ from passes_toys import Toy, capture, stream_of
 
 from resfx.passes import DeltaAttention, Form, MultiGate, Review, apply
 
-DEPTHS = (30, 60, 90)
+DEPTHS = (32, 64, 96)
 
 
 def calls(layers: int, form: Form) -> int:

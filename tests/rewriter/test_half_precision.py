@@ -166,7 +166,9 @@ def decisions() -> dict[str, tuple[Any, ...]]:
     sources = [3 * r(6, D) for _ in range(4)]
     return {
         "delta_read": (r(6, D), sources, r(D), 1 + 0.1 * r(D), 1e-6, -1),
+        "grouped_delta_read": (r(6, D), sources, r(D), 1 + 0.1 * r(D), 1e-6, -1, [], 0),
         "routed_read": (sources, r(D), 1 + 0.1 * r(D), 1e-6, -1),
+        "grouped_routed_read": (sources, r(D), 1 + 0.1 * r(D), 1e-6, -1, None, [], 0),
         "pool": (sources, 4 * r(D), 1e-6, -1),
         "independent_mix": (sources, r(6, D), 4 * r(D), r(4), 1e-6, -1),
         "competitive_mix": (sources, r(6, D), 4 * r(D), r(1), 1e-6, -1),
