@@ -71,12 +71,13 @@ def apply_all(
     results: dict[int, Applied | Refusal] = {}
     for index in sorted(range(len(plans)), key=outermost_first):
         results[index] = _apply_one(editor, plans[index], prefix, store, loops)
-    editor.finish()
+    editor.erase_dead()
     group_reads(editor)
     names = [name for result in results.values() if isinstance(result, Applied) for name in result.parameters]
     check(editor, names)
     if loops.cut(prefix):
         check(editor, names)
+    graph_module.recompile()
     return [results[index] for index in range(len(plans))]
 
 

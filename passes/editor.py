@@ -38,7 +38,7 @@ class Replacement:
 
 
 class Editor:
-    """Edits one graph module. `finish()` erases dead nodes and recompiles; call it once, after the last edit."""
+    """Edits one graph module. Its code is stale until the caller recompiles it."""
 
     def __init__(self, graph_module: GraphModule) -> None:
         self.graph_module = graph_module
@@ -71,7 +71,7 @@ class Editor:
         self._note = note
 
     def watch(self, node: Node, mark: Mark, reader: Node | None = None) -> None:
-        """Put `mark` on the value of `node` at `finish`, or on what `reader` reads then in its place."""
+        """Put `mark` on the value of `node` when the dead are erased, or on what `reader` reads then in its place."""
         self._watched.append((node, reader, mark))
 
     # Making nodes.
@@ -164,8 +164,8 @@ class Editor:
         if twin is not None:
             node.target = twin
 
-    def finish(self) -> None:
-        """Erase what is dead: nodes made here, nodes they replaced, and what only those read."""
+    def erase_dead(self) -> None:
+        """Once, after the last edit that may leave dead nodes: erase nodes made here, nodes they replaced, and what only those read."""
         candidates = set(self.emitted) | self._superseded | {r.old for r in self.replacements}
         for node in reversed(list(self.graph.nodes)):
             if node.users or node not in candidates or node.op in ("placeholder", "output"):
@@ -176,7 +176,6 @@ class Editor:
             self.graph.erase_node(node)
             self.emitted.pop(node, None)
         self._put_marks()
-        self.graph_module.recompile()
 
     def _put_marks(self) -> None:
         alive = set(self.graph.nodes)

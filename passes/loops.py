@@ -68,6 +68,4 @@ class Loops:
         for cut in reversed(self._cuts):
             path = repeat_path(prefix, cut.plan.stream.index)
             cut_out(self._editor, cut.entry, cut.end, path, cut.count)
-        if self._cuts:
-            self._editor.graph_module.recompile()
         return bool(self._cuts)

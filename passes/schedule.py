@@ -7,9 +7,10 @@ lists of sources begin with the same nodes.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import getitem
 from typing import Any
 
@@ -48,6 +49,16 @@ class _Read:
         return self.sources[0], *self.setting
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """A group whose pass over its `common` first sources is in the graph; `total`: their sum from there, where it is needed."""
+
+    reads: list[_Read]
+    common: int
+    node: Node
+    total: Node | None
+
+
 def group_reads(editor: Editor) -> None:
     """Put the reads of the graph into groups, where that moves fewer bytes."""
     chains: dict[tuple[Any, ...], list[_Read]] = defaultdict(list)
@@ -56,24 +67,17 @@ def group_reads(editor: Editor) -> None:
         if read is not None:
             chains[read.kind].append(read)
     groups = [group for chain in chains.values() for group in partition(chain) if len(group) > 1]
-    before: tuple[Node, list[_Read]] | None = None
+    before: _Taken | None = None
     for index, group in enumerate(groups):
-        builds_on = before[0] if before is not None and _extends(group, before[1]) else None
-        known = _common(before[1]) if builds_on is not None and before is not None else 0
+        earlier = before if before is not None and _extends(group, before.reads) else None
         is_last = not any(_extends(after, group) for after in groups[index + 1 : index + 2])
-        before = _take_together(editor, group, builds_on, known, is_last), group
-    if groups:
-        editor.graph_module.recompile()
+        before = _take_together(editor, group, earlier, is_last)
 
 
 def _extends(later: list[_Read], group: list[_Read]) -> bool:
     """Whether the common sources of one group are those of another and more."""
     known = _common(group)
-    return (
-        later[0].sources[:known] == group[0].sources[:known]
-        and _common(later) > known
-        and later[0].kind == group[0].kind
-    )
+    return later[0].kind == group[0].kind and _shared(group[0], later[0]) >= known and _common(later) > known
 
 
 def _read_at(node: Node) -> _Read | None:
@@ -92,17 +96,18 @@ def most_readers(size: int) -> int:
 
 def partition(chain: list[_Read]) -> list[list[_Read]]:
     """The groups of consecutive reads that cost least, in order."""
-    best: list[tuple[int, list[list[_Read]]]] = [(0, [])]
+    best = [(0, 0)]  # of the first reads: what they cost, and where the last of their groups begins
     for end in range(1, len(chain) + 1):
-        options = []
-        for start in range(max(end - most_readers(chain[0].size), 0), end):
-            group = chain[start:end]
-            cost = _cost(group)
-            if cost is not None:
-                options.append((best[start][0] + cost, start, group))
-        total, start, group = min(options, key=lambda option: option[:2])
-        best.append((total, [*best[start][1], group]))
-    return best[-1][1]
+        starts = range(max(end - most_readers(chain[0].size), 0), end)
+        costs = [(start, _cost(chain[start:end])) for start in starts]
+        best.append(min((best[start][0] + cost, start) for start, cost in costs if cost is not None))
+    groups: list[list[_Read]] = []
+    end = len(chain)
+    while end:
+        start = best[end][1]
+        groups.insert(0, chain[start:end])
+        end = start
+    return groups
 
 
 def _cost(group: list[_Read]) -> int | None:
@@ -118,8 +123,17 @@ def _cost(group: list[_Read]) -> int | None:
 
 def _common(group: list[_Read]) -> int:
     """How many sources, from the first on, all reads have in common."""
-    columns = zip(*(read.sources for read in group), strict=False)
-    return next((i for i, column in enumerate(columns) if len(set(column)) > 1), min(len(r.sources) for r in group))
+    return min(_shared(read, later) for read, later in pairwise(group))
+
+
+def _shared(read: _Read, later: _Read) -> int:
+    """How many sources, from the first on, are the same."""
+    size = min(len(read.sources), len(later.sources))
+    if (
+        read.sources[:size] == later.sources[:size]
+    ):  # mostly; a search in Python would cost more than the lists themselves
+        return size
+    return next(i for i, (one, other) in enumerate(zip(read.sources, later.sources, strict=False)) if one is not other)
 
 
 def _is_there(vector: Node, node: Node) -> bool:
@@ -129,12 +143,12 @@ def _is_there(vector: Node, node: Node) -> bool:
 
 def is_sum(state: Node, sources: Sequence[Node]) -> bool:
     """Whether `state` adds up `sources`, each once."""
-    missing = list(sources)
+    missing = Counter(sources)
     waiting = [state]
     while waiting:
         node = waiting.pop()
-        if node in missing:
-            missing.remove(node)
+        if missing[node]:
+            missing[node] -= 1
             continue
         if node.target is ops.sum_of:
             waiting.append(node.args[1])  # type: ignore[arg-type]
@@ -143,11 +157,11 @@ def is_sum(state: Node, sources: Sequence[Node]) -> bool:
         if terms is None or any(term.op != "value" or term.scale != 1 for term in terms):
             return False
         waiting += [term.operands[0] for term in terms]
-    return not missing
+    return not missing.total()
 
 
-def _take_together(editor: Editor, group: list[_Read], earlier: Node | None, known: int, is_last: bool) -> Node:
-    """Put the pass over the common sources before the first of the reads. `earlier`: such a pass over the first `known` of them."""
+def _take_together(editor: Editor, group: list[_Read], earlier: _Taken | None, is_last: bool) -> _Taken:
+    """Put the pass over the common sources before the first of the reads. `earlier`: such a pass over some of them, the first ones."""
     first, common = group[0], _common(group)
     for read in group:
         for vector in read.vectors:
@@ -155,10 +169,12 @@ def _take_together(editor: Editor, group: list[_Read], earlier: Node | None, kno
                 first.node.prepend(vector)
     editor.place_before(first.node, **note_of(first.node))
     queries, key_norms = zip(*(read.vectors for read in group), strict=True)
-    has_sum = first.state is not None and is_sum(first.state, first.sources[:common])
-    before: Node | list[Node] = [] if earlier is None else editor.call(getitem, earlier, 0)
-    own, vectors = list(first.sources[known:common]), (list(queries), list(key_norms))
+    own, vectors = list(first.sources[earlier.common if earlier else 0 : common]), (list(queries), list(key_norms))
+    terms = [earlier.total, *own] if earlier and earlier.total else first.sources[:common]
+    has_sum = first.state is not None and is_sum(first.state, terms)
+    before: Node | list[Node] = editor.call(getitem, earlier.node, 0) if earlier else []
     shared = editor.call(ops.group_read, before, own, *vectors, *first.setting, has_sum, is_last)
+    total = None
     if first.state is not None and has_sum:
         total = editor.call(ops.sum_of, editor.call(getitem, shared, 1), first.state)
         first.state.replace_all_uses_with(total, lambda user: total < user)
@@ -166,4 +182,4 @@ def _take_together(editor: Editor, group: list[_Read], earlier: Node | None, kno
         found = editor.call(getitem, shared, 2 + index)
         read.node.args = (*read.arguments, found, common)
         read.node.target = ops.grouped_routed_read if read.state is None else ops.grouped_delta_read
-    return shared
+    return _Taken(group, common, shared, total)

@@ -150,7 +150,7 @@ def test_finish_erases_what_died() -> None:
     editor, add = edited()
     node = editor.call(ops.scale, add, 2.0)
     before = len(editor.graph.nodes)
-    editor.finish()
+    editor.erase_dead()
     assert len(editor.graph.nodes) == before - 1
     assert node not in editor.emitted
     check(editor, ())
