@@ -14,7 +14,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from resfx.passes.statistics import along, inverse_rms, wide
+from resfx.passes.statistics import along, inverse_rms, list_softmax, wide
 from resfx.passes.stored import stored, stored_to_train
 
 
@@ -27,7 +27,7 @@ def pooled(streams: Sequence[Tensor], w_alpha: Tensor, eps: float, dim: int, dty
 
 def pool_weights(streams: Sequence[Tensor], w_alpha: Tensor, eps: float, dim: int) -> tuple[Tensor, ...]:
     """softmax_i(w_alpha . rms(s_i) / sqrt(D)), one weight per token and stream."""
-    return tuple(_softmax(_logits(streams, w_alpha, eps, dim)))
+    return tuple(list_softmax(_logits(streams, w_alpha, eps, dim)))
 
 
 def independent(streams: Sequence[Tensor], w_beta: Tensor, b_beta: Tensor, eps: float, dim: int) -> list[Tensor]:
@@ -40,20 +40,12 @@ def competitive(streams: Sequence[Tensor], w_beta: Tensor, forget: Tensor, eps: 
     """softmax([forget, w_beta . rms(s_1) / sqrt(D), ..]) without its first entry."""
     logits = _logits(streams, w_beta, eps, dim)
     first = wide(forget).reshape([1] * logits[0].dim()).expand_as(logits[0])
-    return _softmax([first, *logits])[1:]
+    return list_softmax([first, *logits])[1:]
 
 
 def mixed(streams: Sequence[Tensor], u: Tensor, gates: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """(1 - b_i) s_i + b_i u, in `dtype`."""
     return [stored(((1 - b) * s + b * u).to(dtype)) for s, b in zip(streams, gates, strict=True)]
-
-
-def _softmax(logits: Sequence[Tensor]) -> list[Tensor]:
-    """Over the list: a stack of the logits would split a compiler's one pass over the streams in two."""
-    largest = reduce(torch.maximum, logits).detach()  # a shift changes nothing
-    powers = [torch.exp(z - largest) for z in logits]
-    total = reduce(torch.add, powers)
-    return [power / total for power in powers]
 
 
 def _logits(streams: Sequence[Tensor], w: Tensor, eps: float, dim: int) -> list[Tensor]:

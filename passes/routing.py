@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from resfx.passes.statistics import along, inverse_rms, wide
+from resfx.passes.statistics import along, inverse_rms, list_softmax, wide
 from resfx.passes.stored import stored_to_train
 
 
@@ -94,13 +94,10 @@ class _Scores:
 
 
 def _softmax(scores: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Over the list. For a compiler without a stack: Inductor would write that to memory, and take another pass over the sources for it."""
+    """Over the list; one node less per source where no compiler takes it."""
     if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return torch.stack(list(scores)).softmax(0).unbind(0)
-    shift = reduce(torch.maximum, scores)
-    parts = [(z - shift).exp() for z in scores]
-    total = reduce(torch.add, parts)
-    return tuple(part / total for part in parts)
+    return tuple(list_softmax(scores))
 
 
 def _mix(known: _Scores, onto: Tensor | None, dtype: torch.dtype) -> Tensor:

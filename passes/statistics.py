@@ -5,7 +5,9 @@ Statistics are computed in float32 for half-precision inputs and otherwise in th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -36,3 +38,11 @@ def along(vector: Tensor, like: Tensor, dim: int) -> Tensor:
 def inverse_rms(v: Tensor, eps: float, dim: int) -> Tensor:
     """1 / sqrt(mean(v^2) + eps) along axis `dim`, which stays as one entry."""
     return torch.rsqrt((v * v).mean(dim, keepdim=True) + eps)
+
+
+def list_softmax(scores: Sequence[Tensor]) -> list[Tensor]:
+    """softmax over the list, without a stack: a compiler would write that to memory, and take what is fused around it in two passes."""
+    largest = reduce(torch.maximum, scores).detach()  # a shift changes nothing
+    powers = [torch.exp(z - largest) for z in scores]
+    total = reduce(torch.add, powers)
+    return [power / total for power in powers]

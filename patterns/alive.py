@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import takewhile
+from operator import attrgetter
 
 from torch.fx import Graph, Node
 
@@ -13,15 +14,17 @@ from resfx.patterns.streams import Reader, Stream, Write
 _UNREAD = "no output depends on it"
 
 
-def ancestors(ends: Iterable[Node]) -> set[Node]:
-    """`ends`, and all that they are computed from."""
+def ancestors(
+    ends: Iterable[Node], inputs: Callable[[Node], Iterable[Node]] = attrgetter("all_input_nodes")
+) -> set[Node]:
+    """`ends`, and all that they are computed from, as `inputs` tells for each."""
     found: set[Node] = set()
     waiting = list(ends)
     while waiting:
         node = waiting.pop()
         if node not in found:
             found.add(node)
-            waiting.extend(node.all_input_nodes)
+            waiting.extend(inputs(node))
     return found
 
 

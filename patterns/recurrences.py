@@ -11,6 +11,7 @@ from collections import defaultdict
 
 from torch.fx import Node
 
+from resfx.patterns.alive import ancestors
 from resfx.patterns.dialect import SLICE, SPLIT, data_inputs, op_name
 from resfx.patterns.facts import Facts
 from resfx.patterns.slices import strip
@@ -81,12 +82,4 @@ def _piece_of(node: Node, facts: Facts) -> tuple[Node, ...] | None:
 
 def _is_constant(node: Node) -> bool:
     """Do the value's numbers come from no input?"""
-    todo, seen = [node], {node}
-    while todo:
-        current = todo.pop()
-        if current.op == "placeholder":
-            return False
-        new = [i for i in data_inputs(current) if i not in seen]
-        seen.update(new)
-        todo.extend(new)
-    return True
+    return all(origin.op != "placeholder" for origin in ancestors([node], data_inputs))

@@ -22,11 +22,10 @@ from resfx.capture import check_module
 from resfx.checkpoint_files import CheckpointError, TensorFiles, new_folder, write_tensors
 from resfx.checkpoint_record import Record, RecordedPlan, fingerprints, versions
 from resfx.passes import Plan
-from resfx.passes.parameters import ParameterTree
 from resfx.patterns import ResfxError, Stream
 from resfx.revert import require_rewritten
 from resfx.rewrite import Call, copied, rewrite_by
-from resfx.rewritten import Rewritten
+from resfx.rewritten import Rewritten, is_attached
 from resfx.tensors import Slot, device_of, materialised, persistent, recast, replace_object, shared_names, slots
 
 _NEW = "residual."
@@ -80,7 +79,7 @@ def load(
     check_module(original_model)
     if isinstance(original_model, Rewritten):
         raise CheckpointError("load takes the original model and rewrites it; pass resfx.revert(model)")
-    if isinstance(original_model._modules.get("residual"), ParameterTree):
+    if is_attached(original_model):
         raise CheckpointError(
             f"this {type(original_model).__name__} is attached (resfx.attach): resfx.load a plain one, and give its state_dict() to"
             " this one's load_state_dict"

@@ -16,10 +16,9 @@ from torch import fx, nn
 from resfx.capture import capture
 from resfx.capture_errors import CaptureError, GuardError
 from resfx.captured import Captured, capture_notes
-from resfx.passes.parameters import ParameterTree
 from resfx.patterns import Searched, Stream, search
 from resfx.patterns.rejected import Rejected
-from resfx.rewritten import Rewritten
+from resfx.rewritten import is_attached
 from resfx.verify import trial_run
 
 Called: TypeAlias = list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -44,8 +43,9 @@ class Part:
 
 
 def parts_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unweighted: bool = False) -> list[Part]:
-    """The parts, in the order of the module tree; none where the model does not run, or is attached: its graphs are Dynamo's."""
-    if any(_is_attached(module) for module in model.modules()):
+    """The parts, in the order of the module tree. None where the model does not run, was rewritten by parts, or is attached: its graphs
+    are Dynamo's."""
+    if "residual_map" in vars(model) or any(is_attached(module) for module in model.modules()):
         return []
     calls = _calls(model, args, kwargs)
     parts: list[Part] = []
@@ -70,10 +70,6 @@ def parts_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], u
     return parts
 
 
-def _is_attached(module: nn.Module) -> bool:
-    return isinstance(module._modules.get("residual"), ParameterTree) and not isinstance(module, Rewritten)
-
-
 def parts_note(model: nn.Module, paths: Sequence[str], error: CaptureError) -> str:
     """What a map says of a model that was taken by parts."""
     listed = ", ".join(f"`{path}`" for path in paths)
@@ -89,13 +85,16 @@ def rejected_in(parts: Sequence[Part]) -> list[Rejected]:
     return [rejected for part in parts for rejected in part.found.rejected]
 
 
+def joined(path: str, inner: str) -> str:
+    """Where in the whole model `inner` of the part at `path` is; the part itself is called ""."""
+    return f"{path}.{inner}" if inner else path
+
+
 def place(graph: fx.Graph, path: str) -> None:
     """Let the nodes of a part say where in the whole model they come from."""
     for node in graph.nodes:
         stack = node.meta.get("nn_module_stack") or {}
-        node.meta["nn_module_stack"] = {
-            key: (f"{path}.{inner}" if inner else path, kind) for key, (inner, kind) in stack.items()
-        }
+        node.meta["nn_module_stack"] = {key: (joined(path, inner), kind) for key, (inner, kind) in stack.items()}
 
 
 def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Called]:

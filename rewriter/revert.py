@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from resfx.applying import reapply
-from resfx.passes.parameters import ParameterTree
 from resfx.patterns import ResfxError
-from resfx.rewritten import Rewritten
+from resfx.rewritten import Rewritten, is_attached
 from resfx.selection import SelectionError, Streams
 
 
@@ -47,7 +46,7 @@ def require_rewritten(model: nn.Module, verb: str) -> Rewritten:
             f"a {type(model).__name__} that was rewritten part by part can't be {verb}: its own forward was never captured. Its"
             " state_dict() holds all of it, for the model that the same rewrite makes of the original"
         )
-    if isinstance(model._modules.get("residual"), ParameterTree):
+    if is_attached(model):
         raise NotRewritten(
             f"a {type(model).__name__} that resfx.attach has rewritten can't be {verb}: it is still the original. Its state_dict() holds"
             " all of it; resfx.detach gives the plain model back"

@@ -19,11 +19,10 @@ from resfx.folded_capture import capture_folded
 from resfx.graphed import TRAIN_REFUSAL
 from resfx.parts import parts_of
 from resfx.passes import Form, FormError, Plan
-from resfx.passes.parameters import ParameterTree
 from resfx.patterns import NoResidualFound, Searched, Stream, open_modules, refresh, search
 from resfx.provenance import already, rewritten_forms
 from resfx.rewrite_parts import Wish, rewrite_parts
-from resfx.rewritten import Rewritten, taken_names
+from resfx.rewritten import Rewritten, is_attached, taken_names
 from resfx.selection import Select, Streams, chosen_streams, matching, predicate
 from resfx.tidy import drop_whole_slices
 from resfx.verify import verify_capture
@@ -149,7 +148,7 @@ def _check(model: nn.Module, form: Form) -> None:
         )
     if "residual_map" in vars(model):
         raise RewriteError(f"this {type(model).__name__} was rewritten part by part already; rewrite the original")
-    if isinstance(model._modules.get("residual"), ParameterTree) and not isinstance(model, Rewritten):
+    if is_attached(model):
         raise RewriteError(f"the {type(model).__name__} is attached (resfx.attach): resfx.detach it before the rewrite")
     if not isinstance(model, Rewritten) and hasattr(model, "residual"):
         raise RewriteError(

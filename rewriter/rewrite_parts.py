@@ -14,7 +14,7 @@ from torch import nn
 
 from resfx.applying import RewriteError
 from resfx.capture_errors import CaptureError
-from resfx.parts import Part, parts_note, place, rejected_in
+from resfx.parts import Part, joined, parts_note, place, rejected_in
 from resfx.passes import Form, Plan
 from resfx.passes.parameters import ParameterTree
 from resfx.patterns import ResidualMap, Site, Stream
@@ -83,14 +83,10 @@ def _plans(part: Part, own: Sequence[int], wish: Wish) -> PlansFor:
     matches = predicate(wish.select)
 
     def local(site: Site) -> bool:
-        return matches is None or matches(replace(site, path=_joined(part.path, site.path)))
+        return matches is None or matches(replace(site, path=joined(part.path, site.path)))
 
     chosen = None if matches is None else local
     return lambda streams: [Plan(streams[index], wish.form, chosen, wish.warm_start) for index in own]
-
-
-def _joined(path: str, inner: str) -> str:
-    return f"{path}.{inner}" if inner else path
 
 
 def _exchanged(module: nn.Module, results: Mapping[int, nn.Module], known: dict[int, nn.Module]) -> nn.Module:
@@ -145,7 +141,7 @@ def _report(
 
 def _global(stream: Stream, part: Part) -> Stream:
     for site in stream.sites:
-        site.path = _joined(part.path, site.path)
+        site.path = joined(part.path, site.path)
     return replace(stream, index=part.first + stream.index)
 
 

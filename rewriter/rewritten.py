@@ -11,6 +11,7 @@ from torch import fx, nn
 from resfx.graphed import GraphedModule
 from resfx.loops import set_loops
 from resfx.passes import Plan
+from resfx.passes.parameters import ParameterTree
 from resfx.patterns import ResfxError, ResidualMap
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ def taken_names(model: nn.Module) -> list[str]:
     blank = fx.GraphModule(nn.Module(), fx.Graph())
     own = {*dir(Rewritten), *dir(blank), *_OWN, "_train_refusal", "_fixed_dtypes"} - set(dir(nn.Module()))
     return [name for name in (*model._modules, *model._parameters, *model._buffers) if name in own]
+
+
+def is_attached(model: nn.Module) -> bool:
+    """Whether `resfx.attach` put its new parameters on `model`. What was rewritten part by part has a map beside them."""
+    has_parameters = isinstance(model._modules.get("residual"), ParameterTree)
+    return has_parameters and not isinstance(model, Rewritten) and "residual_map" not in vars(model)
 
 
 class Rewritten(GraphedModule):

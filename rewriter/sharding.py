@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from resfx.passes.parameters import ParameterTree
 from resfx.revert import NotRewritten, require_rewritten
-from resfx.rewritten import Rewritten
+from resfx.rewritten import is_attached
 
 
 def shard_units(model: nn.Module) -> list[list[nn.Module]]:
@@ -20,7 +19,7 @@ def shard_units(model: nn.Module) -> list[list[nn.Module]]:
     would gather nothing. A module that several blocks share is in the first one's unit.
     Errors: NotRewritten; an attached model is one unit, `fully_shard(model)`: hooks within it would cut what Dynamo captures.
     """
-    if isinstance(model._modules.get("residual"), ParameterTree) and not isinstance(model, Rewritten):
+    if is_attached(model):
         raise NotRewritten(
             f"this {type(model).__name__} is attached (resfx.attach), and can only be sharded as one unit: fully_shard(model) alone,"
             " for hooks on its parts cut what Dynamo captures. For a unit per block shard what resfx.rewrite returns"
