@@ -10,18 +10,16 @@ kept in Inductor's cache.
 from __future__ import annotations
 
 import argparse
-import platform
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import torch
-from reference_net import Published, ReferenceNet
+from reference_net import Published, ReferenceNet, forms
+from reporting import put_section, seconds, table
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -56,21 +54,11 @@ class Runner:
 def nets(size: Size) -> dict[str, Callable[[], nn.Module]]:
     """What builds each line's net, by its name."""
     block = max(size.sublayers // 4, 1)
-    forms: dict[str, Form] = {
-        "delta": resfx.DeltaAttention(),
-        "delta, 4 blocks": resfx.DeltaAttention(granularity="block", block_size=block),
-        "attention residual": resfx.AttentionResidual(),
-        "attention residual, 4 blocks": resfx.AttentionResidual(granularity="block", block_size=block),
-        "multi gate": resfx.MultiGate(),
-        "review": resfx.Review(),
-        "highway": resfx.Highway(),
-        "scaled loop": resfx.ScaledLoop(),
-    }
     return {
         "plain": partial(ReferenceNet, size.sublayers, size.width),
         "published delta": partial(Published, size.sublayers, size.width),
         "published delta, 4 blocks": partial(Published, size.sublayers, size.width, block_size=block),
-        **{name: partial(_rewritten, form, size) for name, form in forms.items()},
+        **{name: partial(_rewritten, form, size) for name, form in forms(size.sublayers).items()},
     }
 
 
@@ -125,18 +113,7 @@ def _kernels() -> int:
     return int(metrics.generated_kernel_count)
 
 
-def seconds(runs: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
-    """The median time of each, taking turns; the first round is left out."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds + 1):
-        for name, run in runs.items():
-            started = clock()
-            run()
-            times[name].append(clock() - started)
-    return {name: statistics.median(found[1:]) for name, found in times.items()}
-
-
-def table(
+def measured(
     names: list[str],
     modes: list[str],
     size: Size,
@@ -158,22 +135,17 @@ def table(
                 ratio = times[name] / times["plain"]
                 tell(f"{mode}: {name}: {1000 * times[name]:.2f} ms, {ratio:.3f} x plain")
                 cells[name].append(f"{ratio:.2f} ({one.kernels} kernels, {one.seconds:.0f} s)")
-    lines = [["net", *modes], ["---"] * (1 + len(modes)), *([name, *cells[name]] for name in names)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table(["net", *modes], [[name, *cells[name]] for name in names])
 
 
-def markdown(found: str, size: Size, threads: int) -> str:
-    """The table with what made it."""
-    versions = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
-    return f"""# On a CPU
+def put(path: Path, found: str, size: Size, threads: int) -> None:
+    """The table with what it is of, as a section of the file."""
+    text = f"""The reference net, {size.sublayers} pre-norm sublayers, D {size.width}, {size.batch} x {size.tokens} tokens, float32,
+compiled by Inductor, {threads} threads. Time over the plain net's in the same mode; in brackets the kernels Inductor made and the
+processor time of compiling.
 
-Written by `python benchmarks/cpu.py` on {datetime.now(UTC):%Y-%m-%d}: {versions}, {threads} threads.
-
-The reference net, {size.sublayers} pre-norm sublayers, D {size.width}, {size.batch} x {size.tokens} tokens, float32, compiled by Inductor.
-Time over the plain net's in the same mode; in brackets the kernels Inductor made and the processor time of compiling.
-
-{found}
-"""
+{found}"""
+    put_section(path, "On a CPU", "python benchmarks/cpu.py", text)
 
 
 def main() -> None:
@@ -187,7 +159,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--processor", action="store_true", help="processor time in place of the clock's")
-    parser.add_argument("--out", type=Path, help="where the table goes; nowhere if it isn't given")
+    parser.add_argument("--out", type=Path, help="the file whose section is written; none if it isn't given")
     options = parser.parse_args()
     size = Size(options.sublayers, options.width, options.batch, options.tokens)
     known = nets(size)
@@ -197,12 +169,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     console = Console(soft_wrap=True, stderr=True)
     clock = time.process_time if options.processor else time.perf_counter
-    found = table(
+    found = measured(
         names, options.only, size, options.rounds, clock, partial(console.print, markup=False, highlight=False)
     )
     Console(soft_wrap=True).print(found, markup=False, highlight=False)
     if options.out is not None:
-        options.out.write_text(markdown(found, size, options.threads), encoding="utf-8")
+        put(options.out, found, size, options.threads)
 
 
 if __name__ == "__main__":

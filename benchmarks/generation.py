@@ -1,4 +1,4 @@
-"""What a form costs in generation: `python benchmarks/generation.py [--layers N] [--width D] [--tokens T] [FORM ...]`.
+"""What a form costs in generation: `python benchmarks/generation.py [--layers N] [--width D] [--tokens T] [--out FILE] [FORM ...]`.
 
 A random Llama with a static cache makes one token at a time, batch 1, compiled by Inductor, on the CPU: plain under torch.compile, and
 attached in the live mode. The models take turns token by token in one process, and the medians of processor time are compared, so
@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from reporting import put_section, table
 from rich.console import Console
 from rich.table import Table
 
@@ -28,6 +30,7 @@ FORMS = (
     "highway",
     "scaled_loop",
 )
+HEADER = ["form", "ms a token", "over plain"]
 WARM = 8
 
 
@@ -81,8 +84,8 @@ def attached(form: resfx.Form, layers: int, width: int) -> Any:
     return model
 
 
-def measure(forms: list[str], layers: int, width: int, tokens: int) -> Table:
-    """A table of milliseconds per token and of ratios to the plain model."""
+def measure(forms: list[str], layers: int, width: int, tokens: int) -> list[list[str]]:
+    """Rows of the table: milliseconds per token and the ratio to the plain model."""
     plain = model_of(layers, width)
     runs = {"plain": Steps(torch.compile(plain), plain.config, tokens)}
     for text in forms:
@@ -91,11 +94,8 @@ def measure(forms: list[str], layers: int, width: int, tokens: int) -> Table:
         for _ in range(tokens):
             for run in runs.values():
                 run.step()
-    table = Table("form", "ms a token", "over plain", title=f"{layers} layers of width {width}, {tokens} tokens")
-    for name, run in runs.items():
-        ratio = run.milliseconds / runs["plain"].milliseconds
-        table.add_row(name, f"{run.milliseconds:.2f}", f"{ratio:.3f}")
-    return table
+    plain_one = runs["plain"].milliseconds
+    return [[name, f"{run.milliseconds:.2f}", f"{run.milliseconds / plain_one:.3f}"] for name, run in runs.items()]
 
 
 def main() -> None:
@@ -104,9 +104,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--out", type=Path, help="the file whose section is written; none if it isn't given")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    Console(width=100).print(measure(options.forms, options.layers, options.width, options.tokens))
+    rows = measure(options.forms, options.layers, options.width, options.tokens)
+    of = f"{options.layers} layers of width {options.width}, {options.tokens} tokens"
+    shown = Table(*HEADER, title=of)
+    for row in rows:
+        shown.add_row(*row)
+    Console(width=100).print(shown)
+    if options.out is not None:
+        text = f"A random Llama, {of}, static cache, batch 1, compiled by Inductor, one thread; processor time.\n\n{table(HEADER, rows)}"
+        put_section(options.out, "Generation in the live mode", "python benchmarks/generation.py", text)
 
 
 if __name__ == "__main__":

@@ -164,16 +164,16 @@ def _written_once(lowering):
     return extra
 
 
-def _saved_bytes(gm):
-    """What the forward graph hands to the backward: its outputs that are neither the user's nor inputs."""
+def saved(gm):
+    """The example values of what the forward graph hands to the backward: its outputs that are neither the user's nor inputs."""
     output = gm.graph.output_node()
     visible = set(output.meta.get("user_visible_output_idxs", range(len(output.args[0]))))
-    saved = {
-        n
+    nodes = {
+        n: None
         for i, n in enumerate(output.args[0])
         if i not in visible and isinstance(n, torch.fx.Node) and n.op != "placeholder"
     }
-    return sum(v.numel() * v.element_size() for n in saved if isinstance(v := n.meta.get("val"), torch.Tensor))
+    return [v for n in nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
 
 
 def most_arguments(source):
@@ -221,7 +221,7 @@ def _inner(records, sources):
             "arguments": most_arguments(src),
         }
         if not is_backward:
-            records["fwd"]["saved_gb"] = _saved_bytes(gm) / 1e9
+            records["fwd"]["saved_gb"] = sum(v.numel() * v.element_size() for v in saved(gm)) / 1e9
         sources["bwd" if is_backward else "fwd"] = src
 
         def run(args):

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,10 @@ from unittest import mock
 
 import torch
 from gpu_static import measure
-from reference_net import SUBLAYERS, WIDTH, Published, ReferenceNet, example, rewritten, with_memory
+from reference_net import SUBLAYERS, WIDTH, Published, ReferenceNet, example, forms, rewritten, with_memory
+from reporting import put_section, table
 from rich.console import Console
 from torch import nn
-
-import resfx
 
 HEADER = ["net", "forward GB", "forward + backward GB", "saved GB", "launches", "most arguments", "compile s"]
 
@@ -30,20 +27,11 @@ HEADER = ["net", "forward GB", "forward + backward GB", "saved GB", "launches", 
 def nets(sublayers: int, width: int = WIDTH) -> dict[str, Callable[[], nn.Module]]:
     """Every line of the table by its name: what builds its net, outside of any mode, in bfloat16."""
     block = max(sublayers // 4, 1)
-    own = {
-        "standard": resfx.Standard(),
-        "delta": resfx.DeltaAttention(),
-        "delta, 4 blocks": resfx.DeltaAttention(granularity="block", block_size=block),
-        "attention residual": resfx.AttentionResidual(),
-        "multi gate": resfx.MultiGate(),
-        "review": resfx.Review(),
-        "scaled loop": resfx.ScaledLoop(),
-    }
     return {
         "plain": partial(_empty, ReferenceNet, sublayers, width),
         "published delta": partial(_empty, Published, sublayers, width),
         "published delta, 4 blocks": partial(_empty, Published, sublayers, width, block_size=block),
-        **{name: partial(rewritten, form, sublayers, width) for name, form in own.items()},
+        **{name: partial(rewritten, form, sublayers, width) for name, form in forms(sublayers).items()},
     }
 
 
@@ -83,21 +71,15 @@ def row(name: str, inference: dict[str, Any], training: dict[str, Any]) -> list[
     ]
 
 
-def markdown(rows: list[list[str]], sublayers: int) -> str:
-    """The table with the command and the versions that made it."""
-    lines = [HEADER, ["---"] * len(HEADER), *rows]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    versions = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
-    return f"""# Results
+def put(path: Path, rows: list[list[str]], sublayers: int) -> None:
+    """The table with what it is of, as a section of the file."""
+    text = f"""The reference net, {sublayers} pre-norm sublayers, D 1024, 8 x 2048 tokens, bfloat16, compiled by Inductor for a
+pretended H200: no kernel has run. GB are decimal; "saved" is what the forward keeps for the backward beyond inputs and parameters. Where
+there are two numbers, they are inference / training. Seconds are processor time.
 
-Written by `python benchmarks/lowering.py` on {datetime.now(UTC):%Y-%m-%d}: {versions}.
-
-The reference net, {sublayers} pre-norm sublayers, D 1024, 8 x 2048 tokens, bfloat16, compiled by Inductor for a pretended H200: no kernel
-has run. GB are decimal; "saved" is what the forward keeps for the backward beyond inputs and parameters. Where there are two numbers, they
-are inference / training. Seconds are processor time.
-
-{table}
-"""
+{table(HEADER, rows)}"""
+    command = f"python benchmarks/lowering.py --sublayers {sublayers}"
+    put_section(path, f"On a GPU, {sublayers} sublayers", command, text)
 
 
 def main() -> None:
@@ -107,7 +89,7 @@ def main() -> None:
     parser.add_argument(
         "--json", action="store_true", help="one line of JSON for each line of the table, with all that was counted"
     )
-    parser.add_argument("--out", type=Path, help="where the table goes; nowhere if it isn't given")
+    parser.add_argument("--out", type=Path, help="the file whose section is written; none if it isn't given")
     options = parser.parse_args()
     known = nets(options.sublayers)
     if unknown := sorted(set(options.names) - known.keys()):
@@ -119,7 +101,7 @@ def main() -> None:
         line = json.dumps({"name": name, "inference": inference, "training": training})
         console.print(line if options.json else "  ".join(rows[-1]), markup=False, highlight=False)
     if options.out is not None:
-        options.out.write_text(markdown(rows, options.sublayers), encoding="utf-8")
+        put(options.out, rows, options.sublayers)
 
 
 if __name__ == "__main__":

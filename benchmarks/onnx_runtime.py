@@ -1,4 +1,4 @@
-"""What each form costs in ONNX Runtime on the CPU: `python benchmarks/onnx_runtime.py [NAME ..] [--sublayers N] [--threads N]`.
+"""What each form costs in ONNX Runtime on the CPU: `python benchmarks/onnx_runtime.py [NAME ..] [--sublayers N] [--out FILE]`.
 
 The reference net (`reference_net.py`), D 256, 4 x 256 tokens, float32: nodes, size of the file, and time of a run over the plain net's.
 All nets take turns, round by round, in one process; the time is the median round's. One line each, as JSON.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,27 +16,15 @@ from typing import Any
 import onnx
 import onnxruntime
 import torch
-from reference_net import ReferenceNet
+from reference_net import ReferenceNet, forms
+from reporting import put_section, seconds, table
 from torch import nn
 
 import resfx
 from resfx.passes.form import Form
 
 WIDTH, BATCH, TOKENS = 256, 4, 256
-
-
-def forms(sublayers: int) -> dict[str, Form | None]:
-    """Every line by its name."""
-    return {
-        "plain": None,
-        "delta": resfx.DeltaAttention(),
-        "delta, 4 blocks": resfx.DeltaAttention(granularity="block", block_size=max(sublayers // 4, 1)),
-        "attention residual": resfx.AttentionResidual(),
-        "multi gate": resfx.MultiGate(),
-        "review": resfx.Review(),
-        "highway": resfx.Highway(),
-        "scaled loop": resfx.ScaledLoop(),
-    }
+HEADER = ["net", "nodes", "file over plain", "time over plain"]
 
 
 def exported(form: Form | None, sublayers: int, folder: Path) -> tuple[Path, int]:
@@ -62,15 +48,13 @@ def runner(path: Path, threads: int) -> Callable[[], Any]:
     return lambda: session.run(None, feed)
 
 
-def seconds(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The median time of each, taking turns; the first round is left out."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds + 1):
-        for name, run in runs.items():
-            started = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - started)
-    return {name: statistics.median(found[1:]) for name, found in times.items()}
+def put(path: Path, rows: list[list[str]], sublayers: int, threads: int) -> None:
+    """The table with what it is of, as a section of the file."""
+    text = f"""The reference net, {sublayers} pre-norm sublayers, D {WIDTH}, {BATCH} x {TOKENS} tokens, float32, {threads} threads:
+nodes of the main graph, and the size of the file and the time of a run over the plain net's.
+
+{table(HEADER, rows)}"""
+    put_section(path, "In ONNX Runtime", f"python benchmarks/onnx_runtime.py --sublayers {sublayers}", text)
 
 
 def main() -> None:
@@ -81,8 +65,9 @@ def main() -> None:
     parser.add_argument("--sublayers", type=int, default=48)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="the file whose section is written; none if it isn't given")
     options = parser.parse_args()
-    known = forms(options.sublayers)
+    known: dict[str, Form | None] = {"plain": None, **forms(options.sublayers)}
     if unknown := sorted(set(options.names) - known.keys()):
         parser.error(f"no line named {', '.join(unknown)}; there are {', '.join(known)}")
     names = ["plain", *(name for name in options.names or known if name != "plain")]
@@ -90,6 +75,7 @@ def main() -> None:
         files = {name: exported(known[name], options.sublayers, Path(folder)) for name in names}
         times = seconds({name: runner(path, options.threads) for name, (path, _) in files.items()}, options.rounds)
         plain = files["plain"][0].stat().st_size
+        rows = []
         for name, (path, nodes) in files.items():
             found = {
                 "nodes": nodes,
@@ -97,6 +83,9 @@ def main() -> None:
                 "time over plain": times[name] / times["plain"],
             }
             print(json.dumps({"name": name, **found, "ms": 1000 * times[name]}), flush=True)
+            rows.append([name, str(nodes), *(f"{found[key]:.3f}" for key in HEADER[2:])])
+    if options.out is not None:
+        put(options.out, rows, options.sublayers, options.threads)
 
 
 if __name__ == "__main__":

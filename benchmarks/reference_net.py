@@ -72,6 +72,22 @@ class Published(ReferenceNet):
         return torch.einsum("nbt,nbtd->btd", scores.softmax(0), stack)
 
 
+def forms(sublayers: int) -> dict[str, Form]:
+    """Every form whose cost is stated, by the name of its line."""
+    block = max(sublayers // 4, 1)
+    return {
+        "standard": resfx.Standard(),
+        "delta": resfx.DeltaAttention(),
+        "delta, 4 blocks": resfx.DeltaAttention(granularity="block", block_size=block),
+        "attention residual": resfx.AttentionResidual(),
+        "attention residual, 4 blocks": resfx.AttentionResidual(granularity="block", block_size=block),
+        "multi gate": resfx.MultiGate(),
+        "review": resfx.Review(),
+        "highway": resfx.Highway(),
+        "scaled loop": resfx.ScaledLoop(),
+    }
+
+
 def rewritten(form: Form, sublayers: int = SUBLAYERS, width: int = WIDTH) -> nn.Module:
     """The net as `resfx.rewrite` gives it, in bfloat16, without memory for its parameters; any batch and length."""
     with torch.device("meta"):

@@ -17,21 +17,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from gpu_static import pretended_gpu
+from gpu_static import pretended_gpu, saved
 from lowering import nets, on_a_gpu
 from reference_net import SUBLAYERS, WIDTH, example, with_memory
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-
-
-def saved(graph_module: fx.GraphModule) -> list[Tensor]:
-    """The example values of what a forward graph of AOTAutograd keeps: outputs that are neither the user's nor inputs."""
-    output = graph_module.graph.output_node()
-    results: Any = output.args[0]
-    visible = set(output.meta["user_visible_output_idxs"])
-    kept = {n: None for i, n in enumerate(results) if i not in visible and isinstance(n, fx.Node)}
-    values = [n.meta.get("val") for n in kept if n.op != "placeholder"]
-    return [value for value in values if isinstance(value, Tensor)]
 
 
 def saved_in_training(build: Callable[[], nn.Module], x: Callable[[], Tensor] = example) -> list[Tensor]:

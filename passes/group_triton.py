@@ -44,6 +44,35 @@ def _read(row, keys, eps, top, total, mixed, plain, READERS: tl.constexpr, SIZE:
 
 
 @triton.jit
+def _places(token, tokens, READERS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
+    """Where the entries of a token are in [readers, tokens, D] and its scalars in [readers, tokens], and which of them there are."""
+    reader, feature = tl.arange(0, R), tl.arange(0, D)
+    scalars = reader.to(tl.int64) * tokens + token
+    return scalars[:, None] * SIZE + feature[None, :], scalars, (reader < READERS)[:, None] & (feature < SIZE)[None, :]
+
+
+@triton.jit
+def _begin(
+    token, tokens, keys, before, lse,
+    READERS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr, D: tl.constexpr, HAS_SUM: tl.constexpr, CONTINUES: tl.constexpr,
+):  # fmt: skip
+    """What `_read` starts from: nothing, or with CONTINUES what `before` and `lse` tell."""
+    WIDE: tl.constexpr = keys.dtype.element_ty
+    reader, feature = tl.arange(0, R), tl.arange(0, D)
+    top, total = tl.full([R], float("-inf"), WIDE), tl.zeros([R], WIDE)
+    mixed, plain = tl.zeros([R, D], WIDE), tl.zeros([D], WIDE)
+    if CONTINUES:
+        at, scalars, inside = _places(token, tokens, READERS, SIZE, R, D)
+        top = tl.load(lse + scalars, mask=reader < READERS, other=0.0)
+        total = tl.full([R], 1.0, WIDE)
+        mixed = tl.load(before + at, mask=inside, other=0.0).to(WIDE)
+        if HAS_SUM:
+            of_sum = (tokens * READERS + token) * SIZE + feature
+            plain = tl.load(before + of_sum, mask=feature < SIZE, other=0.0).to(WIDE)
+    return top, total, mixed, plain
+
+
+@triton.jit
 def carry_kernel(
     s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15, s16, s17, s18, s19,
     keys, before, lse, values, count, tokens, eps,
@@ -51,20 +80,10 @@ def carry_kernel(
     HAS_SUM: tl.constexpr, CONTINUES: tl.constexpr,
 ):  # fmt: skip
     """`read_kernel` over so many sources that others must follow: values is [readers, tokens, D]; with HAS_SUM one more, the sum."""
-    WIDE: tl.constexpr = keys.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     reader, feature = tl.arange(0, R), tl.arange(0, D)
-    at = (reader.to(tl.int64) * tokens + token)[:, None] * SIZE + feature[None, :]
-    inside = (reader < READERS)[:, None] & (feature < SIZE)[None, :]
-    scalars = lse + reader * tokens + token
-    top, total, mixed = tl.full([R], float("-inf"), WIDE), tl.zeros([R], WIDE), tl.zeros([R, D], WIDE)
-    plain, of_sum = tl.zeros([D], WIDE), (tokens * READERS + token) * SIZE + feature
-    if CONTINUES:
-        top = tl.load(scalars, mask=reader < READERS, other=0.0)
-        total = tl.full([R], 1.0, WIDE)
-        mixed = tl.load(before + at, mask=inside, other=0.0).to(WIDE)
-        if HAS_SUM:
-            plain = tl.load(before + of_sum, mask=feature < SIZE, other=0.0).to(WIDE)
+    at, scalars, inside = _places(token, tokens, READERS, SIZE, R, D)
+    top, total, mixed, plain = _begin(token, tokens, keys, before, lse, READERS, SIZE, R, D, HAS_SUM, CONTINUES)
     for j in range(count):
         low, high = _pick(j, s0, s1, s2, s3, s4, s5, s6, s7), _pick(j - 8, s8, s9, s10, s11, s12, s13, s14, s15)
         source = tl.where(j < 8, low, tl.where(j < 16, high, _pick(j - 16, s16, s17, s18, s19, s19, s19, s19, s19)))
@@ -73,8 +92,8 @@ def carry_kernel(
         )
     tl.store(values + at, mixed / total[:, None], mask=inside)
     if HAS_SUM:
-        tl.store(values + of_sum, plain, mask=feature < SIZE)
-    tl.store(scalars, top + tl.log(total), mask=reader < READERS)
+        tl.store(values + (tokens * READERS + token) * SIZE + feature, plain, mask=feature < SIZE)
+    tl.store(lse + scalars, top + tl.log(total), mask=reader < READERS)
 
 
 @triton.jit
@@ -89,20 +108,10 @@ def read_kernel(
 
     With HAS_SUM state = sum_j v_j. With CONTINUES over those as well that `before`, like `values` of `carry_kernel`, and `lse` are about.
     """
-    WIDE: tl.constexpr = keys.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     reader, feature = tl.arange(0, R), tl.arange(0, D)
-    at = (reader.to(tl.int64) * tokens + token)[:, None] * SIZE + feature[None, :]
-    inside = (reader < READERS)[:, None] & (feature < SIZE)[None, :]
-    scalars = lse + reader * tokens + token
-    top, total, mixed = tl.full([R], float("-inf"), WIDE), tl.zeros([R], WIDE), tl.zeros([R, D], WIDE)
-    plain, of_sum = tl.zeros([D], WIDE), (tokens * READERS + token) * SIZE + feature
-    if CONTINUES:
-        top = tl.load(scalars, mask=reader < READERS, other=0.0)
-        total = tl.full([R], 1.0, WIDE)
-        mixed = tl.load(before + at, mask=inside, other=0.0).to(WIDE)
-        if HAS_SUM:
-            plain = tl.load(before + of_sum, mask=feature < SIZE, other=0.0).to(WIDE)
+    _, scalars, inside = _places(token, tokens, READERS, SIZE, R, D)
+    top, total, mixed, plain = _begin(token, tokens, keys, before, lse, READERS, SIZE, R, D, HAS_SUM, CONTINUES)
     for j in range(count):
         low, high = _pick(j, s0, s1, s2, s3, s4, s5, s6, s7), _pick(j - 8, s8, s9, s10, s11, s11, s11, s11, s11)
         row = tl.where(j < 8, low, high) + token * SIZE
@@ -111,7 +120,7 @@ def read_kernel(
     tl.store(rows[:, None] + feature[None, :], mixed / total[:, None], mask=inside)
     if HAS_SUM:
         tl.store(state + token * SIZE + feature, plain, mask=feature < SIZE)
-    tl.store(scalars, top + tl.log(total), mask=reader < READERS)
+    tl.store(lse + scalars, top + tl.log(total), mask=reader < READERS)
 
 
 @triton.jit
