@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils.checkpoint
@@ -98,6 +99,10 @@ class _PlainAttention:
 plain_attention = _PlainAttention()
 
 
+# What runs around the function of a checkpointed region, by the names that torch has had for it.
+_AROUND = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
+
+
 class _PlainCheckpoint:
     """Stands in for CheckpointFunction: runs the region with gradients on."""
 
@@ -111,27 +116,22 @@ class _PlainCheckpoint:
 
 @contextlib.contextmanager
 def _plain_checkpoints(seen: list[str]) -> Iterator[None]:
-    """Run checkpointed regions plainly: the reentrant kind is exported under no_grad otherwise and loses gradients.
+    """Run checkpointed regions plainly: the reentrant kind, and a region in a region, are exported under no_grad otherwise.
 
-    Patches two module attributes of torch.utils.checkpoint (the second one is private and only watched).
+    Patches module attributes of torch.utils.checkpoint. Private, but for the first one: what runs around a region's function.
     """
     module: Any = torch.utils.checkpoint
-    original = module.CheckpointFunction
-    generator = getattr(module, "_checkpoint_without_reentrant_generator", None)
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def around(*_args: Any, **_kwargs: Any) -> Iterator[None]:
         seen.append("non-reentrant")
-        return generator(*args, **kwargs)  # type: ignore[misc]
-
-    module.CheckpointFunction = _PlainCheckpoint(seen)
-    if generator is not None:
-        module._checkpoint_without_reentrant_generator = watched
-    try:
         yield
-    finally:
-        module.CheckpointFunction = original
-        if generator is not None:
-            module._checkpoint_without_reentrant_generator = generator
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(module, "CheckpointFunction", _PlainCheckpoint(seen)))
+        for name in _AROUND:
+            if hasattr(module, name):
+                stack.enter_context(mock.patch.object(module, name, around))
+        yield
 
 
 @contextlib.contextmanager

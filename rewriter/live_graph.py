@@ -21,6 +21,7 @@ from resfx.indexed_adds import spell_out_indexed_adds
 from resfx.live_grad import inline_no_grad
 from resfx.live_indexing import spell_out_indexing
 from resfx.live_regions import inline_checkpoints
+from resfx.live_selective import close_regions
 from resfx.twins import written_arguments
 
 _STAND_IN = "resfx_input_"
@@ -57,11 +58,12 @@ class LiveGraph:
         self._lower()
         added = self._add_inputs()
         self.added = list(added)
+        close_regions(self.module)
         for node in self.graph.nodes:
             if "val" in node.meta:
                 node.meta.setdefault("example_value", node.meta["val"])
         self.graph.lint()
-        result = fx.GraphModule(self.dynamo, self.graph)
+        result = fx.GraphModule(self.module, self.graph)
         _carry_over(self.dynamo, result)
         return result, [*self.inputs, *added.values()]
 

@@ -2,6 +2,7 @@
 
 Dynamo keeps `torch.utils.checkpoint` as one node with a subgraph, and AOTAutograd later marks the nodes of that subgraph for
 the partitioner. Inlined here with the same marks, a form can reach into the region, and what it held is still recomputed.
+A region with a policy of its own says node by node what is kept: `live_selective` closes it again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from resfx.live_selective import POLICY, REGION, policy_of
 from resfx.root import take_over
 
 _numbers = itertools.count(1_000_000)  # apart from the small numbers that torch gives its own regions
@@ -31,15 +33,7 @@ def inline_checkpoints(module: fx.GraphModule) -> None:
 
 def _is_checkpoint(node: fx.Node) -> bool:
     name = getattr(node.target, "name", None)
-    if node.op != "call_function" or not callable(name) or name() != "tag_activation_checkpoint":
-        return False
-    body = node.args[0]
-    owner = node.graph.owning_module
-    assert isinstance(body, fx.Node)
-    assert owner is not None
-    # A region with a policy of its own says node by node what is kept: AOTAutograd needs it whole.
-    inner = owner.get_submodule(str(body.target))
-    return isinstance(inner, fx.GraphModule) and "_checkpoint_context_fn" not in inner.meta
+    return node.op == "call_function" and callable(name) and name() == "tag_activation_checkpoint"
 
 
 def _inline(module: fx.GraphModule, node: fx.Node) -> None:
@@ -62,6 +56,11 @@ def _copy_body(
     module: fx.GraphModule, node: fx.Node, body: fx.GraphModule, operands: list[Any], number: int
 ) -> tuple[Any, ...]:
     inputs = iter(operands)
+    policy = policy_of(body)
+    marks = {
+        REGION: number,
+        **({"recompute": CheckpointPolicy.PREFER_RECOMPUTE} if policy is None else {POLICY: policy}),
+    }
     env: dict[fx.Node, Any] = {}
     for old in body.graph.nodes:
         if old.op == "placeholder":
@@ -76,8 +75,7 @@ def _copy_body(
         if "example_value" in new.meta:
             new.meta["val"] = new.meta["example_value"]
         if new.op != "get_attr":
-            new.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
-            new.meta.setdefault("ac_graph_id", number)
+            new.meta.update(marks)
         env[old] = new
     return ()
 

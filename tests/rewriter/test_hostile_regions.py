@@ -6,6 +6,7 @@ import pytest
 import torch
 from capture_helpers import assert_same, fold_model
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import resfx
 
@@ -107,3 +108,32 @@ def test_a_write_without_gradients(kind: str) -> None:
         gradients.append([module.get_parameter(name).grad for name in ("f.weight", "g.weight")])
     torch.testing.assert_close(gradients[1], gradients[0])
     torch.testing.assert_close(gradients[2], gradients[0])
+
+
+class Checkpointed(nn.Module):
+    """A checkpointed region in a checkpointed region, as a stage of layers that are checkpointed each."""
+
+    def __init__(self, *reentrant: bool) -> None:
+        super().__init__()
+        self.f, self.g = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.outer, self.inner = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(self.stage, x, use_reentrant=self.outer)
+        return result
+
+    def stage(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(lambda y: y + self.f(y), x, use_reentrant=self.inner)
+        return x + self.g(x)
+
+
+@pytest.mark.parametrize("reentrant", [(False, False), (False, True), (True, False), (True, True)])
+def test_a_checkpointed_region_in_another_keeps_its_gradients(reentrant: tuple[bool, bool]) -> None:
+    model, x = Checkpointed(*reentrant), torch.randn(2, 5, 8, requires_grad=True)
+    rewritten = resfx.rewrite(model, resfx.Standard(), (x,))
+    found = []
+    for module in (model, rewritten):
+        module.zero_grad()
+        module(x).square().sum().backward()
+        found.append([parameter.grad for parameter in module.parameters()])
+    torch.testing.assert_close(found[1], found[0])
