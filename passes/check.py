@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
-from resfx.passes.editor import Editor, value_of
+from resfx.passes.editor import Editor, Replacement, value_of
 from resfx.passes.errors import CheckError
 from resfx.passes.layouts import same_shape
 
@@ -35,15 +37,20 @@ def values_kept(editor: Editor, parameters: Sequence[str]) -> None:
 
 
 def same_inputs(editor: Editor, parameters: Sequence[str]) -> None:
-    """Every reader gets a value of the shape and dtype that it had before."""
+    """Every reader gets a value of the shape and dtype that it had before; several of them where it reads a split."""
     for replacement in editor.replacements:
-        old, new = value_of(replacement.old), value_of(replacement.new)
-        if not same_shape(old.shape, new.shape):
-            detail = f"{replacement.user.name} read shape {tuple(old.shape)}, now {tuple(new.shape)}"
-            raise CheckError("same_inputs", replacement.new.name, detail)
-        if old.dtype != new.dtype:
-            detail = f"{replacement.user.name} read {old.dtype}, now {new.dtype}"
-            raise CheckError("same_inputs", replacement.new.name, detail)
+        leaves = [pytree.tree_leaves(value_of(node)) for node in (replacement.old, replacement.new)]
+        for old, new in zip(*leaves, strict=True):
+            _same_input(replacement, old, new)
+
+
+def _same_input(replacement: Replacement, old: Any, new: Any) -> None:
+    if not same_shape(old.shape, new.shape):
+        detail = f"{replacement.user.name} read shape {tuple(old.shape)}, now {tuple(new.shape)}"
+        raise CheckError("same_inputs", replacement.new.name, detail)
+    if old.dtype != new.dtype:
+        detail = f"{replacement.user.name} read {old.dtype}, now {new.dtype}"
+        raise CheckError("same_inputs", replacement.new.name, detail)
 
 
 def parameters_used(editor: Editor, parameters: Sequence[str]) -> None:

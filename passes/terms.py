@@ -9,6 +9,7 @@ from torch.fx import Node
 from resfx.passes import ops
 from resfx.passes.editor import Editor, carrying_path, value_of
 from resfx.passes.layouts import same_shape
+from resfx.patterns.places import joined_into
 from resfx.patterns.streams import Event, Side, Site, Term, Write
 
 
@@ -19,8 +20,11 @@ def term_nodes(event: Write | Side) -> frozenset[Node]:
 
 
 def opaque_nodes(event: Event) -> frozenset[Node]:
-    """The nodes that a path through the event must not enter."""
-    return term_nodes(event) if isinstance(event, Write | Side) else frozenset()
+    """The nodes that a path through the event must not enter: terms, and what the state was joined with."""
+    if isinstance(event, Write | Side):
+        return term_nodes(event)
+    joined = joined_into(event.before, event.after)
+    return frozenset(joined.all_input_nodes if joined is not None else ()) - {event.before}
 
 
 def event_path(before: Node, event: Event) -> list[Node]:
@@ -38,8 +42,9 @@ def update_of(editor: Editor, event: Write | Side, path: list[Node], before: Nod
 
     `path` are the nodes that carry the state through the event, from `before` on.
     """
-    if isinstance(event, Write) and event.site.region:
-        # Zeros with the slice updated: the site's own nodes, run on zeros. So every spelling of a slice is understood.
+    region = event.site.region if isinstance(event, Write) else event.region
+    if region:
+        # Zeros with the slice updated: the event's own nodes, run on zeros. So every spelling of a slice is understood.
         return editor.copy(path, {before: editor.call(ops.zeros_like, state)})
     terms = event.site.terms if isinstance(event, Write) else event.terms
     update = _sum(editor, terms)

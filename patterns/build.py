@@ -109,7 +109,7 @@ def _is_affine(event: Event, found: Found) -> bool:
     static = found.facts.static
     if isinstance(event, Scale):
         return isinstance(event.factor, Node) and event.factor in static
-    return isinstance(event, Side) and all(o in static for t in event.terms for o in t.operands)
+    return isinstance(event, Side) and not event.region and all(o in static for t in event.terms for o in t.operands)
 
 
 def _number(events: Iterable[Event]) -> None:
@@ -228,7 +228,8 @@ def _moved(event: Event, moved: Mapping[Node, Node], order: Mapping[Node, int]) 
     if isinstance(event, Write):
         return Write(before, after, _moved_site(event.site, moved, order))
     if isinstance(event, Side):
-        return Side(before, after, tuple(_moved_term(t, moved) for t in event.terms))
+        region = tuple(moved.get(n, n) for n in event.region)
+        return Side(before, after, tuple(_moved_term(t, moved) for t in event.terms), region)
     if isinstance(event, Scale) and isinstance(event.factor, Node):
         return replace(event, before=before, after=after, factor=moved.get(event.factor, event.factor))
     if isinstance(event, Transition) and not event.sites:

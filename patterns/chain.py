@@ -14,7 +14,8 @@ from resfx.patterns import dialect
 from resfx.patterns.dialect import ACTIVATION, LAYOUT, NORM, POINTWISE, data_inputs, op_name
 from resfx.patterns.dominators import immediate_dominators
 from resfx.patterns.facts import Facts, identity_operand
-from resfx.patterns.slices import parts_in_place, strip
+from resfx.patterns.places import piece_taken
+from resfx.patterns.slices import added_to_part, parts_in_place, strip
 from resfx.patterns.streams import Cast, Event, Layout, Scale, Side, Site, Term, Transition
 from resfx.patterns.sums import terms_of
 
@@ -92,13 +93,25 @@ class Chain:
         name = op_name(node)
         if name in NORM or name in ACTIVATION:
             return self._unary_step(node)
-        if name == "cat":
-            return self._parts_step(node)
+        if name in ("cat", "slice_scatter", "select_scatter"):
+            return self._parts_step(node) or self._added_step(node)
+        piece = piece_taken(node)
+        if piece is not None:
+            return Cast(piece, node)
         return self._pointwise_step(node)
+
+    def _added_step(self, node: Node) -> Event | None:
+        """A part of the state to which something is added, and which is put back in its place."""
+        found = added_to_part(node)
+        if found is None or self.origin(found[0]) is None:
+            return None
+        before, add, part = found
+        terms = tuple(term for term in terms_of(add) or () if strip(term.operands[0]) is not part)
+        return Side(before, node, terms, (part,))
 
     def _parts_step(self, node: Node) -> Event | None:
         """A norm on a part of the state, which is put back in its place."""
-        found = parts_in_place(node)
+        found = parts_in_place(node) if op_name(node) == "cat" else None
         if found is None or found[0] in self._facts.static:
             return None
         before, nodes = found

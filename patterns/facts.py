@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from resfx.patterns import dialect
 from resfx.patterns.dialect import CONTRACTION, IDENTITY, TO_SPECTRUM, data_inputs, op_name
+from resfx.patterns.places import is_whole_slice
 from resfx.patterns.streams import Term
 from resfx.patterns.sums import adds_nothing
 
@@ -31,22 +32,6 @@ def identity_operand(node: Node) -> Node | None:
         operand = node.args[0] if node.args else node.kwargs.get("input")
         return operand if isinstance(operand, Node) else None
     return None
-
-
-def is_whole_slice(node: Node) -> bool:
-    """`x[:]` along some axis, also where the end is written out: `x[:, : x.size(1)]`."""
-    if op_name(node) != "slice":
-        return False
-    start, end, step = (list(node.args[2:]) + [None] * 3)[:3]
-    if step not in (None, 1):
-        return False
-    source = node.args[0]
-    return (start in (None, 0) and is_open_end(end)) or (isinstance(source, Node) and dialect.same_shape(source, node))
-
-
-def is_open_end(end: object) -> bool:
-    """Does a slice with this end go on to the end? ATen writes the largest integer where Python leaves it out."""
-    return end is None or (isinstance(end, int) and end >= 2**62)
 
 
 def _of_dropout(node: Node) -> bool:

@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 from resfx.patterns.build import event_nodes
 from resfx.patterns.dialect import module_stack
+from resfx.patterns.places import joined_into
 from resfx.patterns.streams import Stream, Transition
 
 
@@ -24,7 +25,9 @@ def open_modules(streams: Iterable[Stream], graph: Graph) -> set[str]:
     for stream in streams:
         for event in stream.events:
             if not isinstance(event, Transition):
-                found.update(path for node in event_nodes(event) for path in module_stack(node))
+                joined = joined_into(event.before, event.after)
+                own = event_nodes(event) | ({joined} if joined is not None else set())
+                found.update(path for node in own for path in module_stack(node))
     inside = _nodes_by_module(graph)
     for stream in streams:
         for event in stream.events:

@@ -11,6 +11,7 @@ from resfx.patterns import dialect
 from resfx.patterns.chain import Chain
 from resfx.patterns.dialect import SHAPE_ONLY, SLICE, op_name
 from resfx.patterns.facts import Facts, identity_operand
+from resfx.patterns.places import piece_taken
 from resfx.patterns.slices import slice_base
 from resfx.patterns.streams import Term
 from resfx.patterns.sums import flatten, terms_of
@@ -111,6 +112,9 @@ class Sums:
                 varying = (factor,) if isinstance(factor, Node) and factor not in self._facts.static else ()
                 factors = reading.factors + varying
                 yield replace(reading, carrier=operand, scaled=True, factors=factors)
+        piece = piece_taken(node)
+        if piece is not None:
+            yield replace(reading, carrier=piece)
         base = slice_base(node) if op_name(node) in SLICE else None
         if base is not None:
             yield replace(reading, carrier=base, region=(node, *reading.region))

@@ -152,7 +152,7 @@ class Search:
         """A direct reading before one through a foreign stream, the whole state before a part of it that is put back,
         one that continues a stream, then the earliest state."""
         continues = self._chain.origin(candidate.start) is not None
-        whole = bool(candidate.reading.region)
+        whole = bool(candidate.reading.region) and dialect.same_shape(candidate.start, candidate.result)
         return candidate.direct, whole, continues, -self._facts.order[candidate.source]
 
     def _try(self, node: Node, reading: Reading, others: list[tuple[Term, Reach]]) -> Candidate | Rejected | None:

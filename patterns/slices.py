@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch.fx import Node
 
 from resfx.patterns.dialect import ACTIVATION, CAST, NORM, SLICE, SPLIT, op_name, same_shape
-from resfx.patterns.facts import identity_operand, is_open_end, is_whole_slice
+from resfx.patterns.facts import identity_operand
+from resfx.patterns.places import is_open_end, is_whole_slice, pieces_of, place_of, same_place, whole_slices
+from resfx.patterns.sums import terms_of
 
 _PART_STEPS = NORM | ACTIVATION | CAST | {"slice"}
 
@@ -51,24 +53,28 @@ def strip(node: Node) -> Node:
     return node
 
 
-def rebuilt_whole(add: Node, region: tuple[Node, ...]) -> Node | None:
-    """The value that holds the whole state again after its part `region` became `add`; None where nothing puts it back."""
+def rebuilt_whole(add: Node, region: tuple[Node, ...], in_place: bool = False) -> Node | None:
+    """The value that holds the whole state again after its part `region` became `add`; None where nothing puts it back.
+
+    `in_place`: only one of the same size, in which every part lies where it lay before.
+    """
     current: Node | None = add
     for part in reversed(region):
         if current is None:
             return None
-        current = next((whole for user in current.users if (whole := _put_back(user, part, current))), None)
+        current = next((whole for user in current.users if (whole := _put_back(user, part, current, in_place))), None)
     return current
 
 
-def _put_back(user: Node, part: Node, updated: Node) -> Node | None:
+def _put_back(user: Node, part: Node, updated: Node, in_place: bool) -> Node | None:
     if identity_operand(user) is updated:
-        return next((whole for u in user.users if (whole := _put_back(u, part, user))), None)
+        return next((whole for u in user.users if (whole := _put_back(u, part, user, in_place))), None)
     name = op_name(user)
     if name in ("slice_scatter", "select_scatter"):
         return user if _scatters(user, part, updated) else None
     if name == "cat":
-        return user if _concatenates(user, part, updated) else None
+        joins = _joins_again(user, part, updated) if in_place else _concatenates(user, part, updated)
+        return user if joins else None
     return None
 
 
@@ -99,49 +105,64 @@ def _concatenates(user: Node, part: Node, updated: Node) -> bool:
     )
 
 
+def _joins_again(cat: Node, part: Node, updated: Node) -> bool:
+    whole = _joined(cat, lambda piece: part if piece is updated else strip(piece))
+    base = slice_base(part)
+    return whole is not None and base is not None and strip(whole) is strip(base)
+
+
+def _joined(cat: Node, part_behind: Callable[[Node], Node | None]) -> Node | None:
+    """The value whose parts `cat` joins again, all of them in their places; `part_behind` tells of which part a piece was made."""
+    whole: Node | None = None
+    for piece, at in pieces_of(cat):
+        part = part_behind(piece)
+        place = place_of(part) if part is not None else None
+        if place is None or not same_place(place, at):
+            return None
+        if whole not in (None, place.base):
+            return None
+        whole = place.base
+    return whole if whole is not None and same_shape(whole, cat) else None
+
+
 def parts_in_place(cat: Node) -> tuple[Node, list[Node]] | None:
     """(the value, the nodes after it up to `cat`) where `cat` joins all parts of one value again, each in its place.
 
     A norm, an activation or a cast may have worked on a part: `cat([norm(x[:, :1]), x[:, 1:]], 1)`.
     """
-    whole: Node | None = None
-    nodes: list[Node] = []
-    position: object = 0
-    listed = cat.args[0] if cat.args else ()
-    for piece in listed if isinstance(listed, (list, tuple)) else ():
-        part = _unary_source(piece, nodes)
-        base = slice_base(part) if part is not None else None
-        if part is None or base is None or op_name(part) != "slice":
-            return None
-        dim, start, end, step = _where(part.args[1:])
-        if (dim, start, step) != (cat.args[1] if len(cat.args) > 1 else 0, position, 1):
-            return None
-        source = _without_whole_slices(base, nodes)
-        if whole not in (None, source):
-            return None
-        whole, position = source, end
-    if whole is None or position is not None or not same_shape(whole, cat):
-        return None
-    return whole, [*nodes, cat]
+    nodes: dict[Node, None] = {}
+    whole = _joined(cat, lambda piece: _unary_source(piece, nodes))
+    return None if whole is None else (whole, [*nodes, cat])
 
 
-def _unary_source(piece: object, passed: list[Node]) -> Node | None:
-    """The slice that `piece` was made of by norms, activations and casts; those and the slice go into `passed`."""
-    while isinstance(piece, Node):
-        passed.append(piece)
-        if op_name(piece) == "slice" and not is_whole_slice(piece):
-            return piece
-        if op_name(piece) not in _PART_STEPS:
-            return None
-        piece = piece.args[0] if piece.args else None
+def added_to_part(joined: Node) -> tuple[Node, Node, Node] | None:
+    """(the value, the sum, the part) where `joined` is the value again after something was added to a part of it."""
+    updated = [piece for piece, _ in pieces_of(joined)] or list(joined.all_input_nodes[1:2])
+    for add in map(strip, updated):
+        for term in terms_of(add) or ():
+            part = strip(term.operands[0])
+            base = slice_base(part)
+            if base is None or term.op != "value" or term.scale != 1 or not same_shape(part, add):
+                continue
+            if rebuilt_whole(add, (part,), in_place=True) is joined:
+                return base, add, part
     return None
 
 
-def _without_whole_slices(node: Node, passed: list[Node]) -> Node:
-    while is_whole_slice(node) and isinstance(node.args[0], Node):
-        passed.append(node)
-        node = node.args[0]
-    return node
+def _unary_source(piece: Node, passed: dict[Node, None]) -> Node | None:
+    """The part that `piece` was made of by norms, activations and casts; those, the part and what it was taken from go into `passed`."""
+    node: object = piece
+    while isinstance(node, Node):
+        passed[node] = None
+        base = None if is_whole_slice(node) else slice_base(node)
+        if base is not None:
+            passed.update(dict.fromkeys(n for n in node.all_input_nodes if op_name(n) in SPLIT))
+            passed.update(dict.fromkeys(whole_slices(base)))
+            return node
+        if op_name(node) not in _PART_STEPS:
+            return None
+        node = node.args[0] if node.args else None
+    return None
 
 
 def _pieces(cat: Node) -> Iterator[Node]:

@@ -84,11 +84,15 @@ class Scale:
 
 @dataclass(frozen=True)
 class Side:
-    """after = before + sum(terms): terms that are no site (an injection, a step embedding)."""
+    """after = before + sum(terms): terms that are no site (an injection, a step embedding).
+
+    `region`, as a site's: the part of the state that the terms are added to, where it is not the whole.
+    """
 
     before: Node
     after: Node
     terms: tuple[Term, ...]
+    region: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Cast:
-    """after = before in another dtype, or a copy of it (clone, contiguous, detach), or dropout on the state."""
+    """after = before in another dtype, or a copy of it (clone, contiguous, detach), or dropout on the state.
+
+    Or what a slice takes out again of a value that the state was joined into.
+    """
 
     before: Node
     after: Node

@@ -12,7 +12,7 @@ from resfx.patterns.chain import Chain
 from resfx.patterns.dialect import data_inputs
 from resfx.patterns.facts import Facts
 from resfx.patterns.readings import Candidate, Sums
-from resfx.patterns.slices import strip
+from resfx.patterns.slices import rebuilt_whole, strip
 from resfx.patterns.streams import Kind, Site, Term
 
 
@@ -25,6 +25,19 @@ class Thread:
     prefix: set[Node] = field(default_factory=set)  # values the entry was made of by casts, scales, norms and adds
     entry: Node | None = None
     bits: int = 0  # of its states
+
+
+def _not_put_back(candidate: Candidate) -> str:
+    if dialect.same_shape(candidate.start, candidate.result):
+        return (
+            "its parts are joined again in another order, and are no state that goes on:"
+            " join them as they were, and change the order of the whole after it"
+        )
+    shapes = ", then ".join(str([*(dialect.shape_of(n) or ())]) for n in (candidate.start, candidate.result))
+    return (
+        f"the state it is put back into has another shape ({shapes}): let the part that is updated go on as a value of its own,"
+        " and join what is new to it where a layer reads both"
+    )
 
 
 class Threads:
@@ -61,8 +74,8 @@ class Threads:
             skip_scale=reading.term.scale, path=dialect.module_path(node), source=dialect.source_of(node),
             shape=dialect.shape_of(candidate.result) or (),
         )  # fmt: skip
-        if reading.region and not dialect.same_shape(candidate.start, candidate.result):
-            site.refused = "the state it is put back into has another shape"
+        if reading.region and rebuilt_whole(node, reading.region, in_place=True) is not candidate.result:
+            site.refused = _not_put_back(candidate)
         self.carrier[site] = reading.carrier
         return site
 

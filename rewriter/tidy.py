@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from resfx.patterns.facts import is_whole_slice
+from resfx.patterns.places import is_whole_slice
 
 
 def drop_whole_slices(graph: fx.Graph, moved: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:

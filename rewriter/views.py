@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from resfx.patterns.facts import is_whole_slice
+from resfx.patterns.places import is_whole_slice
 
 aten = torch.ops.aten
 
