@@ -298,7 +298,8 @@ class Walk:
 
 
 def _by_state(stream: Stream) -> dict[Node, list[Reader]]:
+    """Branches first, by site: new parameters stand in one order, whatever order a capture gave to the readers of a state."""
     readers: dict[Node, list[Reader]] = defaultdict(list)
-    for reader in stream.readers:
+    for reader in sorted(stream.readers, key=lambda reader: (reader.role != "branch", reader.site or 0)):
         readers[reader.state].append(reader)
     return readers
