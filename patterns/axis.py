@@ -25,6 +25,7 @@ _NORMS_LAST = frozenset("layer_norm native_layer_norm rms_norm _fused_rms_norm".
 _LINEAR = frozenset("linear mm addmm matmul".split())
 _RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
 _REDUCTIONS = frozenset("mean var std var_mean std_mean norm linalg_vector_norm".split())
+_GROUPED = frozenset({"conv1d", "conv2d", "conv3d"})
 _DEPTH = 8  # operations followed from the state into a branch, or back from an add
 
 
@@ -48,7 +49,7 @@ def _map_votes(stream: Stream) -> Iterator[int]:
 def _reader_votes(stream: Stream) -> Iterator[tuple[int, bool]]:
     layouts = _layouts(stream)
     for reader in stream.readers:
-        if reader.role != "branch":
+        if reader.role != "branch" or reader.state not in layouts:  # a part of a state has a layout of its own
             continue
         found = _first_map(reader.user, reader.state)
         if found is None:
@@ -69,12 +70,20 @@ def _layouts(stream: Stream) -> dict[Node, list[Node]]:
     return layouts
 
 
-def _undo(layouts: list[Node], axis: int) -> int | None:
-    """The axis in the entry's layout that ends up as `axis` after the views."""
+def _undo(layouts: list[Node], axis: int, size: Any = None) -> int | None:
+    """The axis in the entry's layout that ends up as `axis` after the views, or as its inner part of that `size`."""
     found: int | None = axis
     for node in reversed(layouts):
-        found = None if found is None else _before_view(node, found)
+        found = None if found is None else _before_view(node, found, size)
     return found
+
+
+def _size_of_group(node: Node, source: Node, axis: int) -> Any:
+    """How much of the axis one group of a convolution maps: the samples' channels, where it has a weight for each sample."""
+    groups = node.kwargs.get("groups", node.args[6] if len(node.args) > 6 and op_name(node) in _GROUPED else None)
+    shape = shape_of(source)
+    groups = dialect.value(groups) if isinstance(groups, Node) else groups
+    return None if groups is None or shape is None else shape[axis] // groups
 
 
 def _first_map(user: Node, state: Node) -> tuple[int, bool] | None:
@@ -85,6 +94,8 @@ def _first_map(user: Node, state: Node) -> tuple[int, bool] | None:
         axis = _axis_of_input(node, source)
         if axis is not None:
             undone = _undo(trail, axis)
+            if undone is None:
+                undone = _undo(trail, axis, _size_of_group(node, source, axis))
             return None if undone is None else (undone, op_name(node) in _NORMS_LAST or op_name(node) in _REDUCTIONS)
         if op_name(node) in LAYOUT or op_name(node) == "getitem":
             trail.append(node)
@@ -198,12 +209,12 @@ def _after_view(node: Node, axis: int) -> int | None:
     return None if source is None else _through(node, source, node, axis, forward=True)
 
 
-def _before_view(node: Node, axis: int) -> int | None:
+def _before_view(node: Node, axis: int, size: Any = None) -> int | None:
     source = _source(node)
-    return None if source is None else _through(node, source, node, axis, forward=False)
+    return None if source is None else _through(node, source, node, axis, forward=False, size=size)
 
 
-def _through(node: Node, source: Node, target: Node, axis: int, forward: bool) -> int | None:
+def _through(node: Node, source: Node, target: Node, axis: int, forward: bool, size: Any = None) -> int | None:
     before, after = shape_of(source), shape_of(target)
     if before is None or after is None:
         return None
@@ -211,12 +222,12 @@ def _through(node: Node, source: Node, target: Node, axis: int, forward: bool) -
     if order is not None:
         rank = len(order)
         return order.index(axis % rank) - rank if forward else order[axis % rank] - rank
-    return _kept_axis(before, after, axis) if forward else _kept_axis(after, before, axis)
+    return _kept_axis(before, after, axis) if forward else _kept_axis(after, before, axis, size)
 
 
-def _kept_axis(start: tuple[Any, ...], end: tuple[Any, ...], axis: int) -> int | None:
-    """The axis of `end` that has the same size and the same numbers behind it as `axis` of `start`."""
-    size, behind = str(start[axis]), _numbers(start[len(start) + axis + 1 :])
+def _kept_axis(start: tuple[Any, ...], end: tuple[Any, ...], axis: int, size: Any = None) -> int | None:
+    """The axis of `end` that has the same size (or the given one) and the same numbers behind it as `axis` of `start`."""
+    size, behind = str(start[axis] if size is None else size), _numbers(start[len(start) + axis + 1 :])
     for candidate in range(-1, -len(end) - 1, -1):
         if str(end[candidate]) == size and _numbers(end[len(end) + candidate + 1 :]) == behind:
             return candidate

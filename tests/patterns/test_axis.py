@@ -6,6 +6,7 @@ import pytest
 import torch
 from patterns_marks import CASES, ConvNet, D, Net, case
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 AXES: dict[type[nn.Module], int | None] = {}
 
@@ -55,6 +56,25 @@ class Recurrent(Net):
     def forward(self, x: Tensor) -> Tensor:
         y, _ = self.f(x)
         return x + y  # SITE
+
+
+@axis(-3, (3, D, 6, 6), (3, D))
+class WeightsOfTheirOwn(ConvNet):
+    """StyleGAN2: every sample has its own weight, so that samples and channels are one axis of a grouped convolution."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.kernel, self.style = nn.Parameter(torch.randn(1, D, D, 3, 3)), nn.Linear(D, D)
+
+    def mapped(self, x: Tensor, style: Tensor) -> Tensor:
+        samples, _, height, width = x.shape
+        kernel = self.kernel * self.style(style)[:, None, :, None, None]
+        kernel = kernel * torch.rsqrt(kernel.square().sum((2, 3, 4), keepdim=True) + 1e-8)
+        x = F.conv2d(x.reshape(1, -1, height, width), kernel.flatten(0, 1), padding=1, groups=samples)
+        return x.view(samples, -1, height, width)
+
+    def forward(self, x: Tensor, style: Tensor) -> Tensor:
+        return (x + self.mapped(F.leaky_relu(self.mapped(x, style)), style)) / 2**0.5  # SITE
 
 
 @axis(-1, (2, 6, D))
