@@ -39,11 +39,16 @@ def run_region(body: fx.GraphModule, *operands: Any) -> Any:
 
     Run as it is (backend="eager"), torch would compute it again with other random numbers: there it is no region.
     """
-    if not torch.compiler.is_compiling():
+    if not _is_traced():
         return body(*operands)
     from torch._higher_order_ops.wrap import tag_activation_checkpoint  # private: what Dynamo itself puts into a graph
 
     return tag_activation_checkpoint(body, *operands)
+
+
+def _is_traced() -> bool:
+    """Does a backend of Dynamo trace the graph that it was given? Private: torch.compiler.is_compiling of torch 2.11 says no."""
+    return torch._guards.TracingContext.try_get() is not None
 
 
 def _runs(graph: fx.Graph) -> list[Run]:

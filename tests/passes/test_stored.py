@@ -7,7 +7,8 @@ import torch
 from passes_toys import relative
 from torch import Tensor
 
-from resfx.passes import gating, ops
+from resfx.passes import ops
+from resfx.passes.statistics import list_softmax
 from resfx.passes.stored import stored, stored_to_train
 
 EPS = 1e-6
@@ -66,4 +67,4 @@ class _Write(torch.nn.Module):
 
 def test_a_softmax_of_large_logits() -> None:
     logits = [torch.tensor([[800.0]]), torch.tensor([[-900.0]]), torch.tensor([[799.0]])]
-    assert torch.allclose(torch.stack(gating._softmax(logits)), torch.stack(logits).softmax(0))
+    assert torch.allclose(torch.stack(list_softmax(logits)), torch.stack(logits).softmax(0))
