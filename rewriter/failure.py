@@ -101,6 +101,13 @@ def failing_module(error: BaseException, model: nn.Module) -> str | None:
 
 def capture_failure(error: BaseException, model: nn.Module, route: str) -> CaptureError:
     """The CaptureError for `error`; raise it `from error`."""
+    held = _module_of_script_object(model) if "__obj_flatten__" in str(error) else None
+    if held is not None:
+        return CaptureError(
+            f"the {route} route failed in module `{held}`: it keeps its weights in a script object, as torch.ao.quantization does,"
+            " and torch.export reads none. Rewrite first and quantise the result, whose linear layers are the model's own, or"
+            " quantise with torchao."
+        )
     path, source = locate(error, model)
     where = f" in module `{path or type(model).__name__}`" if path is not None else ""
     at = f"\n  at {source}" if source else ""
@@ -108,6 +115,14 @@ def capture_failure(error: BaseException, model: nn.Module, route: str) -> Captu
     return CaptureError(
         f"the {route} route failed{where}: {type(error).__name__}: {reason[:400]}{at}\n  {_remedy(error, route)}"
     )
+
+
+def _module_of_script_object(model: nn.Module) -> str | None:
+    """The first module that holds an object of TorchScript: its numbers are no Parameters, and no graph can hold it."""
+    for path, module in model.named_modules():
+        if any(isinstance(value, torch.ScriptObject) for value in vars(module).values()):
+            return path
+    return None
 
 
 def _remedy(error: BaseException, route: str) -> str:

@@ -25,6 +25,10 @@ class Net(nn.Module):
         return x + self.g(x)
 
 
+def quantised(model: nn.Module) -> nn.Module:
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+
+
 def rewritten(**options: Any) -> resfx.Rewritten:
     return resfx.rewrite(Net(), resfx.Review(), (X,), **options)
 
@@ -36,6 +40,12 @@ def to_onnx(**options: Any) -> None:
 JOBS: list[tuple[Callable[[], Any], type[resfx.ResfxError], str]] = [
     (lambda: resfx.find(torch.jit.trace(Net(), (X,)), (X,)), resfx.NotAModule, "TorchScript"),
     (lambda: resfx.rewrite(torch.jit.trace(Net(), (X,)), resfx.Review(), (X,)), resfx.NotAModule, "TorchScript"),
+    (
+        lambda: resfx.find(quantised(Net()), (X,)),
+        resfx.CaptureError,
+        "module `f._packed_params`: it keeps its weights in",
+    ),
+    (lambda: resfx.rewrite(quantised(Net()), resfx.Review(), (X,)), resfx.CaptureError, "quantise with torchao"),
     (lambda: resfx.find(Net(), (X,), [1]), resfx.CaptureError, "kwargs must be a dict"),  # type: ignore[arg-type]
     (lambda: resfx.find(Net(), 5), resfx.CaptureError, "args must be a tuple"),  # type: ignore[arg-type]
     (lambda: resfx.find(Net(), X), resfx.CaptureError, r"write \(x,\)"),  # type: ignore[arg-type]
@@ -80,3 +90,12 @@ def test_forward_that_holds_the_original() -> None:
     plain = Net()
     plain.forward = plain.forward  # type: ignore[method-assign]
     assert torch.equal(resfx.rewrite(plain, resfx.Standard(), (X,))(X), plain(X))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_result_can_be_quantised() -> None:
+    """As the error about quantised models says: its leaves are the model's own."""
+    plain = Net().eval()
+    result = quantised(resfx.rewrite(plain, resfx.DeltaAttention(), (X,), warm_start=True).eval())
+    assert not isinstance(result.get_submodule("f"), nn.Linear)
+    torch.testing.assert_close(result(X), quantised(plain)(X))
