@@ -121,7 +121,7 @@ def _module_of_script_object(model: nn.Module) -> str | None:
     """The first module that holds an object of TorchScript: its numbers are no Parameters, and no graph can hold it."""
     for path, module in model.named_modules():
         if any(isinstance(value, torch.ScriptObject) for value in vars(module).values()):
-            return path
+            return str(path)
     return None
 
 
