@@ -94,5 +94,8 @@ def running(attachment: Attachment) -> Iterator[None]:
 
 
 def is_running(key: int) -> bool:
-    """Does this thread run the compiled model with that key? Dynamo asks while it traces, and need not look inside."""
-    return key in getattr(_sessions, "keys", ())
+    """Is it the compiled model with that key that this thread runs, and none that it calls?
+
+    Dynamo asks while it traces, and need not look inside: the answer is one for all graphs of a model.
+    """
+    return getattr(_sessions, "keys", [])[-1:] == [key]

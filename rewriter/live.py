@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from resfx.attached import Attachment, Backend
@@ -44,7 +45,8 @@ def attach(
     inner_backend(backend)
     register()
     positional, keyword = example_call(args, kwargs)
-    settled = settle(model, form, positional, keyword, select, streams, warm_start)
+    with torch.inference_mode(False):  # the new parameters are to be trained, wherever they were made
+        settled = settle(model, form, positional, keyword, select, streams, warm_start)
     attachment = Attachment(model, settled.streams, backend, settled.residual_map)
     owners: dict[str, list[int]] = {"": []}
     for stream in settled.streams:
@@ -109,6 +111,9 @@ def _check(model: nn.Module, form: Form) -> None:
         raise LiveError("the model is rewritten already, as a captured graph; attach the original (resfx.revert)")
     if attachment_of(model) is not None:
         raise LiveError("the model is attached already; resfx.detach it first")
+    within = [path for path, module in model.named_modules() if attachment_of(module) is not None]
+    if within:
+        raise LiveError(f"module `{within[0]}` is attached already; resfx.detach that module first, or attach it alone")
     if hasattr(model, "residual"):
         raise LiveError(
             f"{type(model).__name__} already has an attribute `residual`, where the new parameters go; rename it before attach"

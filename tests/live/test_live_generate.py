@@ -52,7 +52,7 @@ def test_a_warm_start_samples_the_same_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"cache_implementation": "static"}, {"do_sample": True}], ids=["static cache", "sampling"]
+    "options", [{}, {"cache_implementation": "static"}, {"do_sample": True}], ids=["greedy", "static cache", "sampling"]
 )
 def test_recompilations_are_few_with_left_padding(options: dict[str, Any]) -> None:
     graphs = []
