@@ -253,12 +253,43 @@ class ParallelAdapters(Net):
         return x + self.h(mapped)  # SITE
 
 
+@case(streams=2)
+class TwoAccumulators(Net):
+    """ResiDual: all that a post-norm stream adds is summed beside it too. No branch reads that sum before it's whole: one site."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        update = self.f(x)
+        total = x + update
+        x = self.n(x + update)  # SITE
+        for layer in (self.g, self.h):
+            update = layer(x)
+            total = total + update  # SITE
+            x = self.n(x + update)  # SITE x2
+        return x + self.m(total)  # MISS structure: computed from another
+
+
+@case((2, D, 4, 4), streams=0)
+class OutputSkips(ConvNet):
+    """StyleGAN2's generator: what each resolution says about the image is summed; no layer reads the sum."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.images = nn.ModuleList(nn.Conv2d(D, 3, 1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = self.images[0](x)
+        for layer, to_image in zip((self.f, self.g), self.images[1:], strict=True):
+            x = layer(F.interpolate(x, scale_factor=2.0))
+            image = F.interpolate(image, scale_factor=2.0) + to_image(x)  # MISS structure: computed from another
+        return image
+
+
 @cases_of(__name__)
 def test_found(case: Case) -> None:
     case.check()
 
 
-REWRITTEN = [ShiftedWindows, PairAndSequences, StartAndValuesAgain]
+REWRITTEN = [ShiftedWindows, PairAndSequences, StartAndValuesAgain, TwoAccumulators]
 
 
 @pytest.mark.parametrize("model", REWRITTEN, ids=lambda model: model.__name__)
@@ -279,3 +310,8 @@ def _joined(output: Tensor | tuple[Tensor, ...]) -> Tensor:
 def test_an_adapter_beside_the_branch_is_a_branch() -> None:
     case = next(case for case in CASES[__name__] if case.model is ParallelAdapters)
     assert [len(site.branches) for site in case.find().sites] == [2, 1]
+
+
+def test_a_sum_of_all_updates_is_one_site_of_many_branches() -> None:
+    case = next(case for case in CASES[__name__] if case.model is TwoAccumulators)
+    assert [[len(site.branches) for site in stream.sites] for stream in case.find().streams] == [[1, 1, 1], [3]]
