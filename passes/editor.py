@@ -85,7 +85,8 @@ class Editor:
     def attribute(self, target: str, value: torch.Tensor) -> Node:
         """A get_attr of a parameter or buffer of the graph module."""
         with self.graph.inserting_before(self._place()):
-            node = self.graph.get_attr(target)
+            # Graph.get_attr warns where a functional call has put a plain tensor in the place of a parameter.
+            node = self.graph.create_node("get_attr", target)
         return self._dress(node, self._fake(value))
 
     def copy(self, path: list[Node], inputs: dict[Node, Node], *, beside: bool = False) -> Node:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -108,12 +108,13 @@ class LiveGraph:
 
     def _lift(self, wanted: Callable[[Any], bool]) -> None:
         last = self.placeholders[-1] if self.placeholders else None
+        learned = {id(tensor) for tensor in self.root.parameters()}
         for number, (node, value) in enumerate(zip(self.placeholders, self.inputs, strict=True)):
             if not wanted(value):
                 continue
             assert last is not None
             name = f"{_STAND_IN}{number}"
-            _register(self.module, name, value)
+            _register(self.module, name, value, learned)
             with self.graph.inserting_after(last):
                 stand_in = self.graph.get_attr(name)
             stand_in.meta = copy.copy(node.meta)
@@ -212,9 +213,12 @@ def _steps_from_self(node: fx.Node) -> str | None:
     return ".".join(_STEP.findall(text))
 
 
-def _register(module: nn.Module, name: str, value: Any) -> None:
+def _register(module: nn.Module, name: str, value: Any, learned: Container[int]) -> None:
+    """`learned`: the ids of what stands in for Parameters; a functional call may have put plain tensors there."""
     if isinstance(value, nn.Parameter):
         module._parameters[name] = value
+    elif id(value) in learned:
+        module._parameters[name] = nn.Parameter(value.detach(), requires_grad=value.requires_grad)
     else:
         module._buffers[name] = value
 

@@ -1,4 +1,4 @@
-"""Attached models that call or contain each other, and attach in the modes that switch gradients off."""
+"""Attached models that call or contain each other, are called with other tensors, or attached where gradients are off."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import live_toys
 import pytest
 import torch
-from live_helpers import assert_close, perturb, worst
+from live_helpers import Pair, assert_close, perturb, worst
 
 import resfx
 
@@ -71,3 +71,18 @@ def test_attached_where_gradients_are_off_it_learns(mode: Callable[[], AbstractC
     perturb(model)
     model(x).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_functional_call_with_plain_tensors_for_its_parameters(learns: bool) -> None:
+    """As a step of meta-learning makes them: results of operations, no Parameters."""
+    x = live_toys.inputs()
+    pair = Pair(live_toys.model, FORM, (x,))
+    given = {name: (p * 1.5 if learns else p.detach() * 1.5) for name, p in pair.live.named_parameters()}
+    live, static = (torch.func.functional_call(model, given, (x,)) for model in (pair.live, pair.static))
+    assert_close([live], [static])
+    assert worst([live], [pair.static(x)]) > 1e-3
+    assert live.requires_grad == learns
+    if learns:
+        own = torch.autograd.grad(live.square().sum(), list(pair.live.parameters()), retain_graph=True)
+        assert_close(list(own), list(torch.autograd.grad(static.square().sum(), list(pair.live.parameters()))))
