@@ -1,7 +1,7 @@
 """The feature axis D of a stream: which axis its norms and weights work on.
 
 Told by the operations next to the stream, not by the shape: what the branches first do with the state (a norm, a linear map,
-a convolution), and where that tells nothing, what they last did before the add.
+a convolution), and where that tells nothing, what they last did before the add, or a learned gain of the state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from resfx.patterns import dialect
 from resfx.patterns.dialect import EXPAND, LAYOUT, data_inputs, op_name, shape_of
-from resfx.patterns.streams import Layout, Stream, Write
+from resfx.patterns.streams import Layout, Scale, Stream, Write
 
 _CHANNELS_FIRST = frozenset(
     "conv1d conv2d conv3d convolution _convolution conv_transpose1d conv_transpose2d conv_transpose3d batch_norm "
@@ -31,7 +31,7 @@ _DEPTH = 8  # operations followed from the state into a branch, or back from an 
 
 def feature_axis(stream: Stream) -> int | None:
     """D in the entry's layout, counted from the end; None where nothing tells, or what tells disagrees."""
-    for votes in (_norm_votes(stream), _map_votes(stream), _output_votes(stream)):
+    for votes in (_norm_votes(stream), _map_votes(stream), _output_votes(stream), _gain_votes(stream)):
         counted = Counter(votes).most_common(2)
         if len(counted) == 1 or (counted and counted[0][1] > counted[1][1]):
             return counted[0][0]
@@ -154,6 +154,32 @@ def _output_votes(stream: Stream) -> Iterator[int]:
             undone = None if axis is None else _undo(layouts.get(event.before, []), axis)
             if undone is not None:
                 yield undone
+
+
+def _gain_votes(stream: Stream) -> Iterator[int]:
+    """The state is scaled by a learned vector: one number a feature."""
+    layouts = _layouts(stream)
+    for event in stream.events:
+        if not isinstance(event, Scale) or not isinstance(event.factor, Node) or not _is_learned(event.factor):
+            continue
+        shape = shape_of(event.factor) or ()
+        long = [axis - len(shape) for axis, size in enumerate(shape) if size != 1]
+        undone = _undo(layouts.get(event.before, []), long[0]) if len(long) == 1 else None
+        if undone is not None:
+            yield undone
+
+
+def _is_learned(node: Node) -> bool:
+    """Is the value made of parameters and constants alone?"""
+    todo = [node]
+    for _ in range(_DEPTH):
+        if not todo:
+            return True
+        node = todo.pop()
+        if node.op == "placeholder":
+            return False
+        todo.extend(data_inputs(node))
+    return not todo
 
 
 def _axis_of_output(node: Node) -> int | None:

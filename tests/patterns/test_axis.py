@@ -118,6 +118,21 @@ class StateMovedAfterTheFirstSite(Net):
         return x + self.g(self.n(x))  # SITE
 
 
+@axis(-2, (2, D, 3))
+class StateSpace(Net):
+    """Mamba: the scan mixes every channel by itself over the steps; the gain of the input tells which axis has the channels."""
+
+    def setup(self) -> None:
+        self.decay, self.gain = nn.Parameter(torch.rand(D)), nn.Parameter(torch.rand(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, states = torch.zeros_like(x[:, :, 0]), []
+        for step in range(3):
+            state = self.decay * state + (x[:, :, step, None] * x[:, :, step, None]).sum(-1)
+            states.append((state[:, :, None] @ self.a[None, :1, None]).squeeze(-1))
+        return torch.stack(states, -1) + x * self.gain[None, :, None]  # SITE
+
+
 @axis(None, (5, 5))
 class Contradiction(Net):
     """One branch maps the rows, the other one the columns: nothing tells which is the feature axis."""
