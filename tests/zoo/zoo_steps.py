@@ -196,8 +196,9 @@ def perturbed_steps(subject: Subject, result: nn.Module, form: str) -> dict[str,
 
     def gradients() -> Result:
         torch.manual_seed(0)
-        loss_of(run(model, args, kwargs)).backward()
-        graded = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        trained = copy.deepcopy(model)  # what a model keeps of a run with gradients can't be copied
+        loss_of(run(trained, args, kwargs)).backward()
+        graded = {name: p.grad for name, p in trained.named_parameters() if p.grad is not None}
         silent.extend(n for n in new_parameters(model) if n not in graded or not graded[n].abs().max() > VISIBLE)
         wrong = [name for name, gradient in graded.items() if not torch.isfinite(gradient).all()]
         return passed(not wrong, f"not finite: {wrong[:5]}")
