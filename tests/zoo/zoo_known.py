@@ -5,12 +5,17 @@ A model that is not here passes every step.
 
 from __future__ import annotations
 
-# LayerDrop: Python control flow on a random number, in the code that holds the stream, while the model trains.
-_LAYER_DROP = {"delta.train": "train mode does not trace", "multigate.train": "train mode does not trace"}
+
+def _train(reason: str) -> dict[str, str]:
+    return {"delta.train": reason, "multigate.train": reason}
 
 
 def _rewrite(reason: str) -> dict[str, str]:
     return {"delta.rewrite": reason, "multigate.rewrite": reason}
+
+
+# LayerDrop: Python control flow on a random number, in the code that holds the stream, while the model trains.
+_LAYER_DROP = _train("train mode does not trace")
 
 
 KNOWN: dict[str, dict[str, str]] = {
@@ -30,10 +35,17 @@ KNOWN: dict[str, dict[str, str]] = {
     "s2s/seamless_m4t_t2t": _LAYER_DROP,
     # Deformable attention reads no query at either point: its weights start at zero, and woken ones look outside of a 2x2 map.
     "vis/deformable_detr": {**_LAYER_DROP, "multigate.parameters": "2 of 33 change nothing"},
+    "vis/conditional_detr": _LAYER_DROP,
     "vis/detr": _LAYER_DROP,
     "vis/mask2former": _LAYER_DROP,
     "vis/rt_detr": _LAYER_DROP,
     "vis/table-transformer": _LAYER_DROP,
+    # Its integer activations follow the range of what they see while they train, in Python.
+    "enc/ibert": _train("train mode does not trace"),
+    # A state for the next call is returned in eval mode only.
+    "enc/xlnet": _train("another structure in train mode"),
+    # Some of its layers have their weights scaled in eval mode, and are called otherwise there.
+    "rwkv": _train("is called in one mode only"),
     # A reversible coupling; its inverse would no longer exist.
     "enc/reformer": _rewrite("reversible coupling"),
     # The state passes a stochastic depth and another step that both follow the mode.
