@@ -47,6 +47,12 @@ class Attachment:
         """Note again which modules there are: their hooks are part of `state`. For whenever something is compiled anew."""
         self._hooks = [vars(module)[table] for module in self.model.modules() for table in _HOOKS]
 
+    def attached_within(self) -> list[str]:
+        """The paths of the modules in the model that have an attachment of their own."""
+        gates = ((path, vars(module).get("forward")) for path, module in self.model.named_modules())
+        owners = [(path, getattr(gate, "attachment", self)) for path, gate in gates]
+        return [path for path, owner in owners if owner is not self and owner.active]
+
     def parameters(self) -> dict[str, torch.Tensor]:
         """The new parameters as they are now, by name: what replaced them (a wrapper, a functional call) included."""
         tree = self.model._modules.get("residual")

@@ -39,7 +39,7 @@ class LiveBackend:
     def _compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         attachment = self.attachment
         attachment.look_around()
-        attachment.broke = break_line(getattr(graph_module, "compile_subgraph_reason", None)) or attachment.broke
+        attachment.broke = _broke(graph_module, attachment) or attachment.broke
         graph = LiveGraph(graph_module, example_inputs, attachment.model)
         graph.prepare()
         live = ancestors(node for node in graph.graph.nodes if node.op == "output" or written_arguments(node))
@@ -59,6 +59,15 @@ class LiveBackend:
     def _plain(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         compiled: Compiled = self.inner(graph_module, list(example_inputs))
         return compiled
+
+
+def _broke(graph_module: fx.GraphModule, attachment: Attachment) -> str | None:
+    """Where and why the graph was broken off; a module that was attached by itself since is a border too."""
+    line = break_line(getattr(graph_module, "compile_subgraph_reason", None))
+    within = attachment.attached_within()
+    if line is None or not within:
+        return line
+    return f"{line}; module `{within[0]}` was attached by itself, which resfx.detach of that module and torch._dynamo.reset() take back"
 
 
 def _rewrite(

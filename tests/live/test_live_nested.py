@@ -61,6 +61,22 @@ def test_a_model_that_holds_an_attached_one() -> None:
     resfx.attach(model, FORM, (x,), backend="eager")
 
 
+def test_a_block_of_an_attached_model_that_is_attached_by_itself() -> None:
+    """It would cut the model's stream."""
+    torch._dynamo.reset()
+    model, x = live_toys.model(), live_toys.inputs()
+    resfx.attach(model, FORM, (x,), backend="eager")
+    perturb(model)
+    before = model(x)
+    block = model.stack.layers[0]
+    resfx.attach(block, FORM, (x,), backend="eager")
+    with pytest.raises(resfx.LiveError, match=r"module `stack\.layers\.0` was attached by itself, which resfx\.detach"):
+        model(x)
+    resfx.detach(block)
+    torch._dynamo.reset()
+    assert_close([model(x)], [before])
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_attached_where_gradients_are_off_it_learns(mode: Callable[[], AbstractContextManager[None]]) -> None:
     torch._dynamo.reset()
