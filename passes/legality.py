@@ -10,7 +10,9 @@ from resfx.passes.editor import Editor, value_of
 from resfx.passes.form import Form
 from resfx.passes.layouts import keeps_size, read_step
 from resfx.passes.terms import has_plain_skip
-from resfx.patterns.streams import Layout, Site, Stream
+from resfx.patterns.dialect import source_of
+from resfx.patterns.event_nodes import early_reader
+from resfx.patterns.streams import Layout, Site, Stream, Write
 
 
 def reason_to_refuse(editor: Editor, stream: Stream, form: Form, chosen: Sequence[Site]) -> str | None:
@@ -23,11 +25,20 @@ def reason_to_refuse(editor: Editor, stream: Stream, form: Form, chosen: Sequenc
         reason = _refused_site(site)
         if reason is not None:
             return reason
-    return _refused_axis(stream, form) or _refused_layout(editor, stream) or form.refuse(stream)
+    return (
+        _refused_part(stream, chosen)
+        or _refused_axis(stream, form)
+        or _refused_layout(editor, stream)
+        or form.refuse(stream)
+    )
+
+
+def _place_of(site: Site) -> str:
+    return f"site {site.index} ({site.path or 'root'}, {site.source or 'no source line'})"
 
 
 def _refused_site(site: Site) -> str | None:
-    where = f"site {site.index} ({site.path or 'root'}, {site.source or 'no source line'})"
+    where = _place_of(site)
     if site.refused is not None:
         return f"{where}: {site.refused}; leave it out with select="
     if site.region and not has_plain_skip(site):
@@ -36,6 +47,20 @@ def _refused_site(site: Site) -> str | None:
         return f"{where} has no update beside the skip"
     if not value_of(site.result).dtype.is_floating_point:
         return f"{where} has dtype {value_of(site.result).dtype}; residual forms need a real floating dtype"
+    return None
+
+
+def _refused_part(stream: Stream, chosen: Sequence[Site]) -> str | None:
+    for event in stream.events:
+        if not isinstance(event, Write) or event.site not in chosen:
+            continue
+        reader = early_reader(event)
+        if reader is None:
+            continue
+        return (
+            f"{_place_of(event.site)} updates a part of the state, which {reader.name} ({source_of(reader) or 'no source line'})"
+            " reads before it is put back: there is no whole state to read from; leave the site out with select="
+        )
     return None
 
 

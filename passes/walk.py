@@ -15,12 +15,13 @@ import torch
 from torch.fx import Node
 
 from resfx.passes import ops
-from resfx.passes.editor import Editor, value_of
+from resfx.passes.editor import Editor, carrying_path, value_of
 from resfx.passes.form import Form
 from resfx.passes.layouts import Layouts, read_step
 from resfx.passes.marks import Mark, note_of, update_marks
 from resfx.passes.parameters import Parameters, ParameterSpec
 from resfx.passes.terms import event_path, has_plain_skip, opaque_nodes, update_of
+from resfx.patterns.event_nodes import taken_out
 from resfx.patterns.streams import Event, Layout, Reader, Scale, Side, Site, Stream, Transition, Write
 
 Select = Callable[[Site], bool]
@@ -207,6 +208,9 @@ class Walk:
             if key not in values:
                 values[key] = self._value_for(reader, index)
             self._hand_over(reader.user, state, values[key], path, event)
+        for part in [] if event is None else taken_out(event):
+            for reader in self.readers[part]:
+                self._hand_over_part(reader, part, index, values)
 
     def _unlisted(self, state: Node, index: int, path: list[Node]) -> list[Reader]:
         """Readers of a later state that the search did not list: taps, such as nodes another stream's rewrite made.
@@ -290,6 +294,18 @@ class Walk:
         # The user is on the state's own way too (a slice): only what comes before the update is read by a branch.
         update = event.site.node if isinstance(event, Write) else path[-1]
         self.editor.fork(user, now, value, set(path[: path.index(update)]), set(path))
+
+    def _hand_over_part(self, reader: Reader, part: Node, index: int, values: dict[object, Node]) -> None:
+        """The same part of what a reader of the whole state gets."""
+        key = (reader.role, reader.site)
+        if key not in values:
+            values[key] = self._value_for(reader, index)
+        if values[key] is self.original:
+            return
+        if (key, part) not in values:
+            way = carrying_path(self.original, part, ())
+            values[key, part] = self.editor.copy(way, {self.original: values[key]})
+        self.editor.replace_input(reader.user, part, values[key, part])
 
     def _fit(self, value: Node, like: Node) -> Node:
         """No site changes the dtype that the original had there."""

@@ -15,6 +15,7 @@ from resfx.patterns import dialect
 from resfx.patterns.axis import feature_axis
 from resfx.patterns.dialect import SHAPE_ONLY, data_inputs, op_name
 from resfx.patterns.errors import SumDiffers
+from resfx.patterns.event_nodes import event_nodes, taken_out
 from resfx.patterns.search import Found
 from resfx.patterns.slices import slice_base
 from resfx.patterns.streams import Cast, Event, Layout, Reader, Scale, Side, Site, Stream, Term, Transition, Write
@@ -142,31 +143,6 @@ def _refusal(stream: Stream) -> str | None:
     return None
 
 
-def sum_nodes(event: Write | Side) -> set[Node]:
-    """The nodes that form the sum: the add, inner adds, a stack, and for a slice what takes the part out and puts it back."""
-    if isinstance(event, Side):
-        return _between_all([event.after], {o for t in event.terms for o in t.operands} | {event.before})
-    site = event.site
-    terms = {o for t in site.terms for o in t.operands}
-    nodes = _between_all([site.node], terms | {site.skip})
-    if not site.region:
-        return nodes
-    return nodes | _between_all([site.result, site.skip], {site.node, event.before})
-
-
-def _between_all(tops: list[Node], stop: set[Node]) -> set[Node]:
-    """What `tops` are computed from, down to the nodes of `stop`."""
-    seen: set[Node] = set()
-    todo = [n for n in tops if n not in stop]
-    while todo:
-        node = todo.pop()
-        seen.add(node)
-        todo.extend(
-            i for i in data_inputs(node) if i not in stop and i not in seen and i.op not in ("placeholder", "get_attr")
-        )
-    return seen
-
-
 def branch_region(site: Site, order: Mapping[Node, int], states: set[Node]) -> set[Node]:
     """The nodes that compute the update from the state before it: nothing that comes before that state in graph order."""
     floor = min(order[s] for s in states) if states else 0
@@ -284,7 +260,7 @@ def _readers(stream: Stream, order: Mapping[Node, int]) -> Iterable[Reader]:
     for event in stream.events:
         if isinstance(event, Write):
             region = branch_region(event.site, order, set(segment))
-            yield from _segment_readers(segment, own, region, event.site.index)
+            yield from _segment_readers([*segment, *taken_out(event)], own, region, event.site.index)
             segment = []
         segment.append(event.after)
     yield from _segment_readers(segment, own, set(), None)
@@ -301,10 +277,3 @@ def _segment_readers(states: list[Node], own: set[Node], region: set[Node], site
                 yield Reader(user, state, "branch", site)
             else:
                 yield Reader(user, state, "tap")
-
-
-def event_nodes(event: Event) -> set[Node]:
-    """The nodes that are the event itself."""
-    if isinstance(event, (Write, Side)):
-        return sum_nodes(event)
-    return set(event.nodes) if isinstance(event, Transition) else {event.after}

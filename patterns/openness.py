@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 from torch.fx import Graph, Node
 
-from resfx.patterns.build import event_nodes
 from resfx.patterns.dialect import module_stack
+from resfx.patterns.event_nodes import event_nodes
 from resfx.patterns.places import joined_into
 from resfx.patterns.streams import Stream, Transition
 

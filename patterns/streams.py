@@ -132,7 +132,7 @@ Event: TypeAlias = Write | Scale | Side | Transition | Layout | Cast
 
 @dataclass(frozen=True)
 class Reader:
-    """`user` takes the state value `state` as an argument.
+    """`user` takes the state value `state` as an argument, or a part of it that an update of a part takes out (`taken_out`).
 
     "branch": the input of the next site's branch (`site` is that site's index). "tap": any other reader: it gets `end()` taken
     at that point. "shape": reads sizes, dtype or device only.
