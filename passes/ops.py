@@ -349,6 +349,16 @@ def zeros_like(x: Tensor) -> Tensor:
     return torch.zeros_like(x)
 
 
+def mask_ones(x: Tensor) -> Tensor:
+    """What a dropout turns into its mask for `x`: ones in the dtype of statistics, so that the mask's scale is not rounded."""
+    return torch.ones_like(wide(x))
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` behind a dropout whose mask is known."""
+    return (x * mask).to(x.dtype)
+
+
 def reshape_like(x: Tensor, like: Tensor) -> Tensor:
     """`x` in the shape of `like` (the same number of elements)."""
     return x.reshape(like.shape)

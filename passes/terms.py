@@ -9,6 +9,7 @@ from torch.fx import Node
 from resfx.passes import ops
 from resfx.passes.editor import Editor, carrying_path, value_of
 from resfx.passes.layouts import same_shape
+from resfx.passes.masks import mask_of
 from resfx.patterns.places import joined_into
 from resfx.patterns.streams import Event, Side, Site, Term, Write
 
@@ -20,11 +21,11 @@ def term_nodes(event: Write | Side) -> frozenset[Node]:
 
 
 def opaque_nodes(event: Event) -> frozenset[Node]:
-    """The nodes that a path through the event must not enter: terms, and what the state was joined with."""
+    """The nodes that a path through the event must not enter: terms, a mask, and what the state was joined with."""
     if isinstance(event, Write | Side):
         return term_nodes(event)
     joined = joined_into(event.before, event.after)
-    return frozenset(joined.all_input_nodes if joined is not None else ()) - {event.before}
+    return mask_of(event) | frozenset(joined.all_input_nodes if joined is not None else ()) - {event.before}
 
 
 def event_path(before: Node, event: Event) -> list[Node]:

@@ -19,6 +19,7 @@ from resfx.passes.editor import Editor, carrying_path, value_of
 from resfx.passes.form import Form
 from resfx.passes.layouts import Layouts, read_step
 from resfx.passes.marks import Mark, note_of, update_marks
+from resfx.passes.masks import share_mask
 from resfx.passes.parameters import Parameters, ParameterSpec
 from resfx.passes.terms import event_path, has_plain_skip, opaque_nodes, update_of
 from resfx.patterns.event_nodes import taken_out
@@ -120,6 +121,8 @@ class Walk:
         if isinstance(event, Write):
             self.stage.latest = event.site
             self._watch(event.site)
+        if self.form.merges or self.mixes:
+            share_mask(self.editor, event)
         self._place(self.editor.place_before, event.after)
         path = event_path(self.original, event)
         if self.form.keeps_values or self.mixes:
