@@ -207,10 +207,7 @@ class Walk:
         path = [] if event is None else event_path(self.original, event)
         values: dict[object, Node] = {}
         for reader in [*self.readers[state], *self._unlisted(state, index, path)]:
-            key = (reader.role, reader.site)
-            if key not in values:
-                values[key] = self._value_for(reader, index)
-            self._hand_over(reader.user, state, values[key], path, event)
+            self._hand_over(reader.user, state, self._known_value(reader, index, values), path, event)
         for part in [] if event is None else taken_out(event):
             for reader in self.readers[part]:
                 self._hand_over_part(reader, part, index, values)
@@ -228,6 +225,13 @@ class Walk:
 
     def _is_own(self, node: Node) -> bool:
         return node in self.editor.emitted and note_of(node).get("stream") == self.stream.index
+
+    def _known_value(self, reader: Reader, index: int, values: dict[object, Node]) -> Node:
+        """Readers of one role and site get one value: `values` has those that were made at this state."""
+        key = (reader.role, reader.site)
+        if key not in values:
+            values[key] = self._value_for(reader, index)
+        return values[key]
 
     def _value_for(self, reader: Reader, index: int) -> Node:
         if reader.role == "shape":
@@ -300,15 +304,13 @@ class Walk:
 
     def _hand_over_part(self, reader: Reader, part: Node, index: int, values: dict[object, Node]) -> None:
         """The same part of what a reader of the whole state gets."""
-        key = (reader.role, reader.site)
-        if key not in values:
-            values[key] = self._value_for(reader, index)
-        if values[key] is self.original:
+        value = self._known_value(reader, index, values)
+        if value is self.original:
             return
-        if (key, part) not in values:
+        if (value, part) not in values:
             way = carrying_path(self.original, part, ())
-            values[key, part] = self.editor.copy(way, {self.original: values[key]})
-        self.editor.replace_input(reader.user, part, values[key, part])
+            values[value, part] = self.editor.copy(way, {self.original: value})
+        self.editor.replace_input(reader.user, part, values[value, part])
 
     def _fit(self, value: Node, like: Node) -> Node:
         """No site changes the dtype that the original had there."""

@@ -48,9 +48,9 @@ def living(stream: Stream, live: set[Node]) -> Stream:
     if not kept:
         return replace(stream, refused=stream.refused or _UNREAD)
     states = {stream.entry, *(event.after for event in events)}
-    parts = {part for event in events for part in taken_out(event)}
+    read = states.union(part for event in events for part in taken_out(event))
     numbers = {site.index for site in kept}
-    listed = [reader for reader in stream.readers if reader.state in states | parts and reader.user in live]
+    listed = [reader for reader in stream.readers if reader.state in read and reader.user in live]
     readers = [r if r.site is None or r.site in numbers else replace(r, role="tap", site=None) for r in listed]
     idle = [(user, state) for state in states for user in state.users if user not in live]
     return replace(stream, events=events, readers=(*readers, *(Reader(user, state, "shape") for user, state in idle)))

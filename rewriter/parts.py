@@ -45,7 +45,7 @@ class Part:
 def parts_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unweighted: bool = False) -> list[Part]:
     """The parts, in the order of the module tree. None where the model does not run, was rewritten by parts, or is attached: its graphs
     are Dynamo's."""
-    if "residual_map" in vars(model) or any(is_attached(module) for module in model.modules()):
+    if any("residual_map" in vars(module) or is_attached(module) for module in model.modules()):
         return []
     calls = _calls(model, args, kwargs)
     parts: list[Part] = []
