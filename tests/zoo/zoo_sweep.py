@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from zoo_builders import ZOO
-from zoo_steps import GROUPS, Subject
+from zoo_steps import COVERAGE, GROUPS, Subject
 
 import resfx
 
@@ -158,7 +158,7 @@ def sweep(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
-    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
+    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(COVERAGE))
     parser.add_argument("--models", nargs="+", default=list(ZOO))
     parser.add_argument("--shard", default="0/1", help="K/N: the K-th (from 0) of N parts of the models")
     parser.add_argument(
