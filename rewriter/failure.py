@@ -108,13 +108,24 @@ def capture_failure(error: BaseException, model: nn.Module, route: str) -> Captu
             " and torch.export reads none. Rewrite first and quantise the result, whose linear layers are the model's own, or"
             " quantise with torchao."
         )
+    return CaptureError(f"the {route} route failed{_told(error, model)}\n  {_remedy(error, route)}")
+
+
+def example_failure(error: BaseException, model: nn.Module) -> CaptureError:
+    """The CaptureError for a model that does not run on the example inputs, captured or not; raise it `from error`."""
+    return CaptureError(
+        f"the model itself fails on the example inputs{_told(error, model)}\n"
+        "  Check that they have the dtypes, devices and sizes that the model takes."
+    )
+
+
+def _told(error: BaseException, model: nn.Module) -> str:
+    """Module, kind, first line and source line of `error`."""
     path, source = locate(error, model)
     where = f" in module `{path or type(model).__name__}`" if path is not None else ""
     at = f"\n  at {source}" if source else ""
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return CaptureError(
-        f"the {route} route failed{where}: {type(error).__name__}: {reason[:400]}{at}\n  {_remedy(error, route)}"
-    )
+    return f"{where}: {type(error).__name__}: {reason[:400]}{at}"
 
 
 def _module_of_script_object(model: nn.Module) -> str | None:

@@ -70,7 +70,10 @@ class Guards:
         for guard, tensor in zip(self.tensors, inputs, strict=True):
             _check_tensor(guard, tensor)
             if tensor.dtype != guard.dtype and not self._moved(guard.dtype, tensor.dtype, model):
-                raise GuardError(f"argument `{guard.label}` is {tensor.dtype}, at capture it was {guard.dtype}.")
+                raise GuardError(
+                    f"argument `{guard.label}` is {tensor.dtype}, at capture it was {guard.dtype}: cast it,"
+                    " or rewrite again with such an example."
+                )
         sizes = [inputs[index].shape[axis] for index, axis in self.symbols]
         for rule in self.rules:
             wanted = rule.size(*sizes)
@@ -102,7 +105,10 @@ def parameter_dtypes(model: nn.Module) -> frozenset[torch.dtype]:
 
 def _check_tensor(guard: TensorGuard, tensor: torch.Tensor) -> None:
     if tensor.dim() != guard.rank:
-        raise GuardError(f"argument `{guard.label}` has {tensor.dim()} dimensions, at capture it had {guard.rank}.")
+        raise GuardError(
+            f"argument `{guard.label}` has {tensor.dim()} dimensions, at capture it had {guard.rank}: reshape it,"
+            " or rewrite again with such an example."
+        )
     for axis, size in guard.fixed:
         if tensor.shape[axis] != size:
             _fail(guard.label, axis, f"{tensor.shape[axis]}, but the model fixed it at {size}")

@@ -128,8 +128,13 @@ def check_form(form: Any) -> None:
     """Errors: FormError for anything that is no form, a form's class included."""
     if isinstance(form, Form):
         return
-    hint = " (call the class: it takes its options)" if isinstance(form, type) and issubclass(form, Form) else ""
-    raise FormError(f"expected a residual form such as resfx.DeltaAttention(), got {form!r}{hint}")
+    got = repr(form) if isinstance(form, str | type) else f"a {type(form).__name__}"
+    hint = ""
+    if isinstance(form, type) and issubclass(form, Form):
+        hint = " (call the class: it takes its options)"
+    elif isinstance(form, tuple | dict | torch.Tensor):
+        hint = " (the form comes before the example call)"
+    raise FormError(f"expected a residual form such as resfx.DeltaAttention(), got {got}{hint}")
 
 
 def _check(model: nn.Module, form: Form) -> None:

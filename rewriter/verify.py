@@ -14,18 +14,23 @@ from torch.utils import _pytree as pytree
 from resfx.capture_errors import CaptureError
 from resfx.captured import Captured
 from resfx.environment import training_mode
+from resfx.failure import example_failure
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
 def verify_capture(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Run both in eval mode on the example inputs, with the same random numbers. Errors: CaptureError naming the first difference.
+    """Run both in eval mode on the example inputs, with the same random numbers.
 
+    Errors: CaptureError naming the first difference, or where the model itself fails.
     Models on the meta device hold no numbers and are not run.
     """
     if any(p.device.type == "meta" for p in chain(model.parameters(), model.buffers())):
         return
-    expected = _leaves(model, args, kwargs)
+    try:
+        expected = _leaves(model, args, kwargs)
+    except Exception as error:  # a capture in fake tensors may pass over what a kernel refuses
+        raise example_failure(error, model) from error
     actual = _leaves(captured.graph_module, args, kwargs)
     compared = {path: value for path, value in expected.items() if path in actual}
     for path, value in compared.items():

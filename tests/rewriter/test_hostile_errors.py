@@ -49,6 +49,19 @@ JOBS: list[tuple[Callable[[], Any], type[resfx.ResfxError], str]] = [
     (lambda: resfx.find(Net(), (X,), [1]), resfx.CaptureError, "kwargs must be a dict"),  # type: ignore[arg-type]
     (lambda: resfx.find(Net(), 5), resfx.CaptureError, "args must be a tuple"),  # type: ignore[arg-type]
     (lambda: resfx.find(Net(), X), resfx.CaptureError, r"write \(x,\)"),  # type: ignore[arg-type]
+    (
+        lambda: resfx.rewrite(Net().double(), resfx.Review(), (X,)),
+        resfx.CaptureError,
+        r"(?s)the model itself fails on the example inputs in module `f`: RuntimeError.*errors\.py:\d+: x = x \+ self\.f\(x\)",
+    ),
+    (
+        lambda: resfx.rewrite(Net(), (X,), resfx.Review()),  # type: ignore[arg-type]
+        resfx.FormError,
+        "got a tuple .the form comes before the example call.$",
+    ),
+    (lambda: resfx.rewrite(Net(), "delta", (X,)), resfx.FormError, "got 'delta'$"),  # type: ignore[arg-type]
+    (lambda: rewritten()(X.double()), resfx.GuardError, r"it was torch\.float32: cast it, or rewrite again"),
+    (lambda: rewritten()(X[0]), resfx.GuardError, "it had 3: reshape it, or rewrite again"),
     (lambda: rewritten(select=3), resfx.SelectionError, "select=3"),
     (lambda: rewritten(streams=[]), resfx.SelectionError, "names no stream"),
     (lambda: rewritten(streams="0"), resfx.SelectionError, "names no stream"),
