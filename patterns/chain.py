@@ -17,7 +17,7 @@ from resfx.patterns.facts import Facts, identity_operand
 from resfx.patterns.places import piece_taken
 from resfx.patterns.slices import added_to_part, parts_in_place, strip
 from resfx.patterns.streams import Cast, Event, Layout, Scale, Side, Site, Term, Transition
-from resfx.patterns.sums import terms_of
+from resfx.patterns.sums import shifted_operand, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -170,7 +170,12 @@ class Chain:
             )
             if site is not None:
                 carried.append((term, site))
-        if not carried or len({id(self.owner[site]) for _, site in carried}) > 1:
+        if not carried:
+            shifted = shifted_operand(terms, self._facts.static)
+            if shifted is None or not dialect.same_shape(shifted, node):
+                return None
+            return Side(shifted, node, tuple(t for t in terms if t.operands[0] is not shifted))
+        if len({id(self.owner[site]) for _, site in carried}) > 1:
             return None
         state, _ = max(carried, key=lambda pair: self._facts.order[pair[1].result])
         if state.scale != 1:

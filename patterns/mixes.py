@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from torch.fx import Node
 
 from resfx.patterns.chain import Chain
-from resfx.patterns.dialect import SHAPE_ONLY, op_name
 from resfx.patterns.facts import Facts, identity_operand
 from resfx.patterns.readings import Reading, Sums, data_users
 from resfx.patterns.slices import strip
@@ -53,8 +52,8 @@ class Mixes:
         return True
 
     def _is_added_back(self, node: Node, carrier: Node) -> bool:
-        while data_users(node) == 1:
-            user = next(u for u in node.users if op_name(u) not in SHAPE_ONLY)
+        while len(users := data_users(node)) == 1:
+            user = users[0]
             if user in self._sums.direct:
                 others = [t for t in self._sums.direct[user] if t.operands[0] is not node]
                 return any(reading.carrier is carrier for t in others for reading in self._sums.readings(t))

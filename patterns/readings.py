@@ -14,7 +14,7 @@ from resfx.patterns.facts import Facts, identity_operand
 from resfx.patterns.places import piece_taken
 from resfx.patterns.slices import slice_base
 from resfx.patterns.streams import Term
-from resfx.patterns.sums import flatten, terms_of
+from resfx.patterns.sums import flatten, shifted_operand, terms_of
 
 _WIDEST = (
     32  # terms: a longer sum is an accumulator, and comparing all of its terms at every step would take quadratic time
@@ -52,9 +52,9 @@ class Candidate:
         return base if base is not None else self.reading.term.operands[0]
 
 
-def data_users(node: Node) -> int:
-    """How many users read the numbers of `node`."""
-    return sum(op_name(user) not in SHAPE_ONLY for user in node.users)
+def data_users(node: Node) -> list[Node]:
+    """Who reads the numbers of `node`: not its shape alone, nor for a copy that nobody reads."""
+    return [u for u in node.users if op_name(u) not in SHAPE_ONLY and (u.users or identity_operand(u) is None)]
 
 
 class Sums:
@@ -102,8 +102,13 @@ class Sums:
                 todo.append(replace(reading, carrier=operand))
                 continue
             yield reading
-            if not is_sum:
-                todo.extend(reversed(list(self._behind(reading))))
+            todo.extend(reversed(list(self._behind_shift(reading) if is_sum else self._behind(reading))))
+
+    def _behind_shift(self, reading: Reading) -> Iterator[Reading]:
+        """Behind `x + b`, where b is a constant or a Parameter: the branch may read x."""
+        shifted = shifted_operand(self.direct[reading.carrier], self._facts.static)
+        if shifted is not None and dialect.same_shape(shifted, reading.carrier):
+            yield replace(reading, carrier=shifted)
 
     def _behind(self, reading: Reading) -> Iterator[Reading]:
         node = reading.carrier
@@ -127,7 +132,7 @@ class Sums:
         inner = {}
         for term in self.direct[node]:
             operand = term.operands[0]
-            if operand not in self.flat or operand in self._chain.results or data_users(operand) != 1:
+            if operand not in self.flat or operand in self._chain.results or len(data_users(operand)) != 1:
                 continue
             if len(self.flat[operand]) > _WIDEST:
                 continue

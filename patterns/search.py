@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from resfx.patterns import dialect
 from resfx.patterns.chain import Chain
 from resfx.patterns.dialect import op_name
+from resfx.patterns.event_nodes import event_nodes
 from resfx.patterns.facts import Facts, Reach
 from resfx.patterns.mixes import Mixes
 from resfx.patterns.readings import Candidate, Reading, Sums, data_users
@@ -110,7 +111,7 @@ class Search:
         """The site whose result the term is, if nobody else reads it; side adds in between (the nodes) are passed."""
         passed: list[Node] = []
         value = term.operands[0]
-        while term.op == "value" and term.scale == 1 and data_users(value) == 1:
+        while term.op == "value" and term.scale == 1 and len(data_users(value)) == 1:
             site = self._chain.results.get(value)
             if site is not None:
                 return passed, site if site.result is site.node else None
@@ -214,13 +215,16 @@ class Search:
         site = self._chain.origin(term.operands[0])
         if site is None:
             return False
-        path = [term.operands[0], *(event.before for event in self._chain.walk(term.operands[0]))]
-        if carrier in path:
+        events = list(self._chain.walk(term.operands[0]))
+        before = [event.before for event in events]
+        if carrier in (term.operands[0], *before):
             return False
         thread = self._threads.of(site)
         if carrier in thread.states or carrier in thread.prefix:
             return True
-        return any(data_users(state) > 1 for state in path)
+        on_the_way = set().union(*map(event_nodes, events))
+        beside = any(user not in on_the_way for state in before for user in data_users(state))
+        return beside or len(data_users(term.operands[0])) > 1
 
     def _goes_round_a_stream(self, branches: list[Term], carrier: Node) -> bool:
         if not self._resolution.comes_back(branches, carrier):

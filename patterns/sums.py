@@ -6,6 +6,7 @@ Understood: add, sub, `alpha=`, python's `sum`, stack or cat + sum or mean, eins
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,14 @@ def terms_of(node: Node) -> list[Term] | None:
     if terms is None or len(terms) < 2:
         return None
     return terms if _is_tensor(node) else None
+
+
+def shifted_operand(terms: Iterable[Term], static: Container[Node]) -> Node | None:
+    """The x of `x + b`, where all but x is constant or made of Parameters alone; None for every other sum."""
+    varying = [term for term in terms if any(operand not in static for operand in term.operands)]
+    if len(varying) != 1 or varying[0].op != "value" or varying[0].scale != 1:
+        return None
+    return varying[0].operands[0]
 
 
 def adds_nothing(node: Node) -> Node | None:
