@@ -23,7 +23,7 @@ from resfx.patterns.streams import Site, Stream
 
 @dataclass(frozen=True)
 class ScaledLoop(Form):
-    """`loops`: run the whole stream so many times; None: as often as the model does.
+    """`lam`: the factor in e. `loops`: run the whole stream so many times; None: as often as the model does.
 
     `learnable`: lam becomes one scalar parameter for each distinct branch, starting at `lam`.
     """

@@ -91,8 +91,8 @@ def map_parts(found: ResidualMap) -> list[RenderableType]:
     """A ResidualMap at the width of the terminal; `str(found)` has a width of its own."""
     parts: list[RenderableType] = [*found.tables(), *(Text(f"note: {note}") for note in found.notes)]
     if found.rejected:
-        verb = "is" if len(found.rejected) == 1 else "are"
-        parts.append(Text(f"{counted(len(found.rejected), 'sum')} {verb} no residual update; --explain PATH tells why"))
+        sums, verb = counted(len(found.rejected), "sum"), "is" if len(found.rejected) == 1 else "are"
+        parts.append(Text(f"{sums} {verb} no residual update; resfx find --explain PATH tells why"))
     return parts
 
 
