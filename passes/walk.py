@@ -22,6 +22,7 @@ from resfx.passes.marks import Mark, note_of, update_marks
 from resfx.passes.masks import share_mask
 from resfx.passes.parameters import Parameters, ParameterSpec
 from resfx.passes.terms import event_path, has_plain_skip, opaque_nodes, update_of
+from resfx.patterns.dialect import data_inputs
 from resfx.patterns.event_nodes import taken_out
 from resfx.patterns.streams import Event, Layout, Reader, Scale, Side, Site, Stream, Transition, Write
 
@@ -215,13 +216,14 @@ class Walk:
     def _unlisted(self, state: Node, index: int, path: list[Node]) -> list[Reader]:
         """Readers of a later state that the search did not list: taps, such as nodes another stream's rewrite made.
 
-        A reader that nobody reads (an assertion) can only look at sizes and dtype.
+        A reader that nobody reads (an assertion) can only look at sizes and dtype, as do those that take a dtype from it.
         """
         if index == 0:
             return []
         listed = {reader.user for reader in self.readers[state]}
         others = [user for user in state.users if user not in listed and user not in path and not self._is_own(user)]
-        return [Reader(user, state, "tap" if user.users or user.op == "output" else "shape") for user in others]
+        taps = {user for user in others if state in data_inputs(user) and (user.users or user.op == "output")}
+        return [Reader(user, state, "tap" if user in taps else "shape") for user in others]
 
     def _is_own(self, node: Node) -> bool:
         return node in self.editor.emitted and note_of(node).get("stream") == self.stream.index

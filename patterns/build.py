@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from resfx.patterns import dialect
 from resfx.patterns.axis import feature_axis
-from resfx.patterns.dialect import SHAPE_ONLY, data_inputs, op_name
+from resfx.patterns.dialect import data_inputs, op_name
 from resfx.patterns.errors import SumDiffers
 from resfx.patterns.event_nodes import event_nodes, taken_out
 from resfx.patterns.search import Found
@@ -271,7 +271,7 @@ def _segment_readers(states: list[Node], own: set[Node], region: set[Node], site
         for user in state.users:
             if user in own:
                 continue
-            if op_name(user) in SHAPE_ONLY:
+            if state not in data_inputs(user):
                 yield Reader(user, state, "shape")
             elif user in region:
                 yield Reader(user, state, "branch", site)

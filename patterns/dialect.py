@@ -47,6 +47,9 @@ SHAPE_ONLY = frozenset(
     "new_empty_strided _assert_tensor_metadata is_floating_point shape dtype device".split()
 )
 
+# Take a dtype or a shape from their second operand: its numbers are not read.
+_ALIKE = frozenset("to type_as view_as reshape_as expand_as".split())
+
 # A weight that meets the state here maps it: matrix products, convolutions, recurrent cells.
 CONTRACTION = frozenset(
     "linear matmul mm bmm mv dot addmm baddbmm addbmm addmv addr einsum inner outer tensordot bilinear chain_matmul "
@@ -123,9 +126,10 @@ def is_custom(node: Node) -> bool:
 
 def data_inputs(node: Node) -> Iterator[Node]:
     """The inputs whose numbers `node` reads: none for shape-only operations, no index or size arguments of `getattr`."""
-    if op_name(node) in SHAPE_ONLY:
+    name = op_name(node)
+    if name in SHAPE_ONLY:
         return iter(())
-    return iter(node.all_input_nodes)
+    return iter(node.all_input_nodes[:1] if name in _ALIKE else node.all_input_nodes)
 
 
 def value(node: Node) -> Any:

@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from resfx.patterns import dialect
 from resfx.patterns.chain import Chain
-from resfx.patterns.dialect import SHAPE_ONLY, SLICE, op_name
+from resfx.patterns.dialect import SLICE, data_inputs, op_name
 from resfx.patterns.facts import Facts, identity_operand
 from resfx.patterns.places import piece_taken
 from resfx.patterns.slices import slice_base
@@ -54,7 +54,7 @@ class Candidate:
 
 def data_users(node: Node) -> list[Node]:
     """Who reads the numbers of `node`: not its shape alone, nor for a copy that nobody reads."""
-    return [u for u in node.users if op_name(u) not in SHAPE_ONLY and (u.users or identity_operand(u) is None)]
+    return [u for u in node.users if node in data_inputs(u) and (u.users or identity_operand(u) is None)]
 
 
 class Sums:

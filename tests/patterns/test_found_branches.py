@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from new_parameters import perturb
 from patterns_marks import Case, D, Net, case, cases_of
@@ -91,6 +92,20 @@ def test_a_rewrite_starts_as_the_model_and_moves(case: Case) -> None:
     torch.testing.assert_close(_joined(result(*inputs)), _joined(plain(*inputs)), atol=1e-5, rtol=1e-5)
     perturb(result)
     assert not torch.allclose(_joined(result(*inputs)), _joined(plain(*inputs)), atol=1e-3)
+
+
+@pytest.mark.parametrize("alike", ["type_as", "to", "view_as", "expand_as"])
+def test_who_takes_a_dtype_or_a_shape_from_the_state_reads_no_numbers(alike: str) -> None:
+    class NormedByHand(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in (self.f, self.g):
+                x = x + layer(x)
+                x = getattr(x * x.square().mean(-1, keepdim=True).rsqrt(), alike)(x)
+            return x + self.h(x)
+
+    result = resfx.rewrite(NormedByHand().eval(), resfx.MultiGate(), (torch.randn(TOKENS),), warm_start=True)
+    assert [reader.user.op for reader in result.residual_map.streams[0].readers if reader.role == "tap"] == ["output"]
+    assert not [name for name, _ in result.named_parameters() if ".tap" in name]
 
 
 def _joined(output: object) -> Tensor:
