@@ -19,6 +19,7 @@ from resfx.export.outputs import flatten_outputs
 from resfx.export.quiet import quiet_failure
 from resfx.export.run import FlatModule, preserved_buffers, run_eager
 from resfx.export.sizes import Sizes, Spec, asks, flat_spec, open_all, sizes_of, widened
+from resfx.patterns.errors import ResfxError
 
 _FIXED = "fixed"  # in place of dynamic_shapes: every size as in the example
 
@@ -124,9 +125,11 @@ def trace(
                 "a size asked to be dynamic is fixed by the model: leave it out of dynamic_shapes, use Dim.AUTO, "
                 f"or change the code that fixes it.\n{_constraints(str(error))}"
             ) from error
+        stopped = f"torch.export stopped{blame(error, blamed)}: {first_line(error)}"
+        if isinstance(error, ResfxError):  # it says what to do itself
+            raise TraceError(stopped) from error
         raise TraceError(
-            f"torch.export stopped{blame(error, blamed)}: {first_line(error)}\n"
-            "Data-dependent control flow needs torch.cond or torch.where; an output of an unknown type (a cache) "
+            f"{stopped}\nData-dependent control flow needs torch.cond or torch.where; an output of an unknown type (a cache) "
             "can be switched off by the model's own arguments, or left out by a module that wraps it."
         ) from error
 

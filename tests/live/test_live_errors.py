@@ -12,6 +12,7 @@ from live_helpers import Pair, assert_close, perturb, worst
 from torch import nn
 
 import resfx
+from resfx.export import TraceError
 
 FORM = resfx.DeltaAttention()
 
@@ -157,3 +158,5 @@ def test_an_attached_model_given_to_the_static_mode(tmp_path: Path) -> None:
         resfx.rewrite(model, FORM, (live_toys.inputs(),))
     with pytest.raises(resfx.NotRewritten, match="state_dict"):
         resfx.save(model, tmp_path / "folder")
+    with pytest.raises(TraceError, match=r"use resfx\.rewrite for export[^\n]*$"):
+        resfx.export.to_onnx(model, tmp_path / "model.onnx", (live_toys.inputs(),))
