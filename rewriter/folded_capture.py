@@ -75,10 +75,16 @@ def _in_train_mode(
     try:
         captured = _export_in(model, args, kwargs, flat, opened, "train")
     except CaptureError as error:
-        return None, f"train mode does not trace ({str(error).splitlines()[0]})"
+        return None, f"train mode does not trace ({_reason_and_line(error)})"
     if captured.signature.out_spec != flat.signature.out_spec:
         return None, "the model's outputs have another structure in train mode than in eval mode"
     return captured, ""
+
+
+def _reason_and_line(error: CaptureError) -> str:
+    """The first line of the message, and the model's source line where it names one."""
+    reason, *more = str(error).splitlines()
+    return " ".join([reason, *(line.strip() for line in more[:1] if line.startswith("  at "))])
 
 
 def _both_modes(
