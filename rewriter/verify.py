@@ -27,11 +27,8 @@ def verify_capture(model: nn.Module, captured: Captured, args: Sequence[Any], kw
     """
     if any(p.device.type == "meta" for p in chain(model.parameters(), model.buffers())):
         return
-    try:
-        expected = _leaves(model, args, kwargs)
-    except Exception as error:  # a capture in fake tensors may pass over what a kernel refuses
-        raise example_failure(error, model) from error
-    actual = _leaves(captured.graph_module, args, kwargs)
+    expected = _leaves(example_run(model, args, kwargs))  # fake tensors may pass over what a kernel refuses
+    actual = _leaves(trial_run(captured.graph_module, args, kwargs))
     compared = {path: value for path, value in expected.items() if path in actual}
     for path, value in compared.items():
         _compare(path, value, actual[path])
@@ -62,8 +59,16 @@ def trial_run(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
         return module(*args, **kwargs)
 
 
-def _leaves(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    leaves = pytree.tree_flatten_with_path(trial_run(module, args, kwargs))[0]
+def example_run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`trial_run` of the user's own model. Errors: CaptureError that says that it is the model itself that fails."""
+    try:
+        return trial_run(model, args, kwargs)
+    except Exception as error:
+        raise example_failure(error, model) from error
+
+
+def _leaves(output: Any) -> dict[str, torch.Tensor]:
+    leaves = pytree.tree_flatten_with_path(output)[0]
     return {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 

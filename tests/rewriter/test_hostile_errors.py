@@ -55,6 +55,11 @@ JOBS: list[tuple[Callable[[], Any], type[resfx.ResfxError], str]] = [
         r"(?s)the model itself fails on the example inputs in module `f`: RuntimeError.*errors\.py:\d+: x = x \+ self\.f\(x\)",
     ),
     (
+        lambda: resfx.find(Net(), (X[..., :7],)),
+        resfx.CaptureError,
+        r"(?s)the model itself fails on the example inputs in module `f`: .*10x7 and 8x8.*errors\.py:\d+: x = x \+ self",
+    ),
+    (
         lambda: resfx.rewrite(Net(), (X,), resfx.Review()),  # type: ignore[arg-type]
         resfx.FormError,
         "got a tuple .the form comes before the example call.$",
