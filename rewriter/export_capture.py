@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from resfx.eager_calls import export_around, second_route
 from resfx.environment import capturing
 from resfx.export.quiet import quiet_failure
 from resfx.export_route import Unlifted, input_guards, unlift
-from resfx.failure import capture_failure, is_data_dependent, is_unknown_output
+from resfx.failure import capture_failure, forget, is_data_dependent, is_unknown_output
 from resfx.guards import fixed_size, parameter_dtypes
 from resfx.signature import CallSignature, Constant, Items, Template, forward_signature, input_templates, slot_labels
 from resfx.verify import computes_the_same, example_run
@@ -120,11 +121,13 @@ def _first_success(
     leaves: Sequence[str] | None = None,
 ) -> Exported:
     first: Exception | None = None
+    handled = sys.exception()
     one_is_apart = False
     for asked in (*tries, *second_route(tries)):
         try:
             program, attempt, untraced = export_around(model, asked, lambda a: _export(model, a, preserve), leaves)
         except Exception as error:
+            forget(handled, error)
             first = first or error
             if is_data_dependent(error) or is_unknown_output(error):
                 break

@@ -62,6 +62,13 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or link.__context__
 
 
+def forget(handled: BaseException | None, error: BaseException) -> None:
+    """`handled` was being handled when the work that `error` ended began: it is no reason of `error`."""
+    for link in list(_chain(error)):
+        if link.__context__ is handled:
+            link.__context__ = None
+
+
 def _frames(tb: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
     while tb is not None:
         yield tb.tb_frame, tb.tb_lineno

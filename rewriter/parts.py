@@ -49,10 +49,10 @@ def parts_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], u
         return []
     calls = _calls(model, args, kwargs)
     parts: list[Part] = []
-    untraced: set[str] = set()  # with # for the numbers: layer 7 fails as layer 0 does
+    untraced: set[tuple[str, type]] = set()  # paths with # for the numbers: layer 7 fails as layer 0 of its class does
     empty: list[str] = []
     for path, module in _candidates(model, calls):
-        kind = re.sub(r"\d+", "#", path)
+        kind = re.sub(r"\d+", "#", path), type(module)
         if kind in untraced or any(path.startswith(f"{done}.") for done in (*empty, *(p.path for p in parts))):
             continue
         captured = _captured(module, calls[id(module)])

@@ -107,11 +107,11 @@ def _exchanged(module: nn.Module, results: Mapping[int, nn.Module], known: dict[
 
 def _settle(part: Part, result: Rewritten, residual: ParameterTree) -> None:
     """The part's new parameters move to the root's tree, and its attributes stay readable for the code around it."""
-    tree = result._modules.pop("residual")
-    assert isinstance(tree, ParameterTree)
-    result.__dict__["residual"] = tree  # read by its code, listed by the root alone
-    for name, child in tree._modules.items():
-        residual.add_module(str(part.first + int(name)), child)
+    tree = result._modules.pop("residual", None)  # None: a form may need no parameter for so few sites
+    if isinstance(tree, ParameterTree):
+        result.__dict__["residual"] = tree  # read by its code, listed by the root alone
+        for name, child in tree._modules.items():
+            residual.add_module(str(part.first + int(name)), child)
     for name, value in vars(part.module).items():
         result.__dict__.setdefault(name, value)
 

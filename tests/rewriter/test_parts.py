@@ -166,3 +166,50 @@ def test_no_part_with_a_stream() -> None:
 
     with pytest.raises(resfx.CaptureError, match="Python control flow"):
         resfx.find(Bare(), (torch.randn(2, D),))
+
+
+class Masked(nn.Module):
+    """Traces only where the sizes of its two inputs are one and the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if mask.shape[1] != x.shape[1]:
+            raise ValueError(f"the mask has {mask.shape[1]} rows for {x.shape[1]}")
+        x = x + self.f(x) * mask
+        return x + self.g(x) * mask
+
+
+class Mixed(nn.Module):
+    """A list of different layers, the first of which can't be traced, between decisions on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masked, self.layers, self.last = (
+            Masked(),
+            nn.ModuleList([Head(), Block(), Block(), Head()]),
+            nn.Linear(D, D),
+        )
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.masked(x, torch.ones(x.shape[0], x.shape[1], 1))
+        for layer in self.layers:
+            x = layer(x) if x.sum() > -1e9 else -x
+        return {"out": self.last(x)}
+
+
+@pytest.mark.parametrize("form", [resfx.DeltaAttention(), resfx.MultiGate()])
+def test_every_part_that_traces_by_itself_is_taken(form: resfx.Form) -> None:
+    """What stopped the whole does not stop a part; a layer is not like the one before it; one site may need no parameter."""
+    torch.manual_seed(0)
+    model, x = Mixed(), torch.randn(3, 5, D)
+    wanted = ["masked", "masked", "layers.1", "layers.2"]
+    assert [site.path for site in resfx.find(model, (x,)).sites] == wanted
+    result = resfx.rewrite(model, form, (x,), warm_start=True)
+    assert [site.path for site in result.residual_map.sites] == wanted
+    assert result.residual_map.refused == {}
+    assert same(result.eval(), model.eval(), x)
+    perturb(result)
+    assert not same(result, model, x)
