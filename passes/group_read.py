@@ -37,16 +37,17 @@ def group_partials(
 ) -> list[list[Tensor]] | None:
     """What readers with these queries find in the sources of `earlier`, the first result of another call, and in `sources`, the later ones.
 
-    Sources are like the stream, vectors are [D]. The results: for a later group (unless `is_last`) all sources as [tokens, D], and what
-    stands for them there, bundles [n, tokens, D] without memory whose gradients are theirs, from all later groups together; the sum of the
+    Sources are like the stream, vectors are [D]. The results: for a later group (unless `is_last`) all sources, and what stands
+    for them there, bundles [n, ..] of streams without memory whose gradients are theirs, from all later groups together; the sum of the
     sources (`with_sum`); the fields of an `Older` for each reader, V in the dtype of the first source. None where no kernel takes them.
     """
     if not _taken_by_a_kernel(sources, [*queries, *key_norms], dim):
         return None
     keys = torch.stack([wide(q) * wide(k) for q, k in zip(queries, key_norms, strict=True)])
-    old, bundles = [x for x in earlier if x.dim() == 2], [x for x in earlier if x.dim() == 3]
-    new = distinct([_rows(source) for source in sources])
-    layout = _Layout(sources[0].shape, len(new), len(bundles), with_sum, is_last)
+    shape = sources[0].shape
+    old, bundles = [x for x in earlier if x.dim() == len(shape)], [x for x in earlier if x.dim() > len(shape)]
+    new = distinct(sources)
+    layout = _Layout(shape, len(new), len(bundles), with_sum, is_last)
     inputs = [keys, *bundles, *new, *old]
     flat = _Group.apply(eps, layout, *inputs) if needs_gradients(inputs) else _partials(eps, layout, *inputs)
     count = len(queries)
@@ -86,7 +87,8 @@ class _Layout(NamedTuple):
 def _partials(eps: float, layout: _Layout, keys: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """V of every reader, then s, then L, like the stream or one per token; then the sum and the bundles."""
     new, old = layout.split(tensors)
-    sources, shape = [*old, *new], layout.shape
+    # Stored, for a compiler writes a source that it has not written yet once for every argument that it is.
+    sources, shape = [_rows(stored(source)) for source in (*old, *new)], layout.shape
     values, lse, state = group_kernels.group_read(sources, keys, eps, layout.with_sum)
     scalars = lse.reshape(-1, *shape[:-1], 1)
     found = (*(v.reshape(shape) for v in values), *torch.ones_like(scalars).unbind(0), *scalars.unbind(0))
@@ -95,7 +97,7 @@ def _partials(eps: float, layout: _Layout, keys: Tensor, *tensors: Tensor) -> tu
     if layout.is_last:
         return found
     nothing, parts = sources[0].new_zeros(()), group_kernels.bundles(len(sources))
-    return *found, *(nothing.expand(stop - start, *sources[0].shape) for start, stop in parts)
+    return *found, *(nothing.expand(stop - start, *shape) for start, stop in parts)
 
 
 class _Group(torch.autograd.Function):
@@ -120,16 +122,19 @@ class _Group(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         keys, *tensors = ctx.saved_tensors
         count, older = keys.shape[0], ctx.older
-        sources, lse = tensors[:-count], torch.stack(tensors[-count:]).reshape(count, -1)
+        sources, lse = [_rows(source) for source in tensors[:-count]], torch.stack(tensors[-count:]).reshape(count, -1)
         to_totals = torch.stack(gradients[count : 2 * count]).reshape(count, -1)
         to_state = gradients[3 * count].reshape(sources[0].shape) if ctx.layout.with_sum else None
         later = [] if ctx.layout.is_last else gradients[3 * count + ctx.layout.with_sum :]
+        later = [bundle.reshape(-1, *sources[0].shape) for bundle in later]
         # One buffer that each reader's gradient is written into, by whatever computes it: not a stack, which a compiler would copy into.
         to_values = torch.cat([stored(g) for g in gradients[:count]]).reshape(count, *sources[0].shape)
         plain = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         find = _differentiable if plain else group_kernels.group_read_backward
         to_older, to_new, to_keys = find(sources, older, keys, ctx.eps, lse, to_values, to_totals, to_state, later)
-        return None, None, to_keys, *to_older, *to_new, *[None] * older
+        shape = ctx.layout.shape
+        to_bundles, to_new = [x.reshape(-1, *shape) for x in to_older], [x.reshape(shape) for x in to_new]
+        return None, None, to_keys, *to_bundles, *to_new, *[None] * older
 
 
 def _differentiable(
