@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from resfx.passes import gating
 from resfx.passes.group_read import group_partials
 from resfx.passes.products import wide_linear
 from resfx.passes.routing import Older, mixture
 from resfx.passes.statistics import along, full_precision, inverse_rms, wide
+from resfx.passes.stored import stored
 
 Scalar = float | Tensor
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -39,9 +41,17 @@ def _example(example: Callable[..., object]) -> Callable[[_F], _F]:
 
 def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A value like `x`, as an example: `x` itself where it can be, for a new one of open sizes takes a millisecond."""
-    if dtype in (None, x.dtype) and x.is_contiguous():
+    if dtype in (None, x.dtype) and _is_contiguous(x):
         return x
-    return torch.empty_like(x, dtype=dtype)
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+def _is_contiguous(x: Tensor) -> bool:
+    """Also where a size depends on the data, and nobody can tell: then it counts as not."""
+    try:
+        return x.is_contiguous()
+    except GuardOnDataDependentSymNode:
+        return False
 
 
 def _like_state(h: Tensor, *_: object) -> Tensor:
@@ -327,6 +337,11 @@ def accumulate(total: Tensor, u: Tensor, like: Tensor) -> Tensor:
 def subtract(a: Tensor, b: Tensor) -> Tensor:
     """a - b."""
     return a - b
+
+
+def change(h: Tensor, since: Tensor) -> Tensor:
+    """h - since: what a block has added to the state. Many reads take it, so it is written."""
+    return stored(h - since)
 
 
 def scale(x: Tensor, factor: Scalar) -> Tensor:
