@@ -59,6 +59,7 @@ JOBS: list[tuple[Callable[[], Any], type[resfx.ResfxError], str]] = [
         resfx.CaptureError,
         r"(?s)the model itself fails on the example inputs in module `f`: .*10x7 and 8x8.*errors\.py:\d+: x = x \+ self",
     ),
+    (lambda: resfx.find(Net().to("meta"), (X,)), resfx.CaptureError, r"route failed in module `f`: .*meta"),
     (
         lambda: resfx.rewrite(Net(), (X,), resfx.Review()),  # type: ignore[arg-type]
         resfx.FormError,
