@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from resfx.capture_errors import CaptureError
 from resfx.dynamic import Attempt
 from resfx.failure import failing_module, is_data_dependent
+from resfx.patterns.dialect import source_of
 from resfx.verify import trial_run
 
 T = TypeVar("T")
@@ -116,8 +117,8 @@ def refuse_unfolded(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is torch.ops.resfx.eager_call.default:
             raise CaptureError(
-                f"module `{node.args[2]}` can't be traced, and can't be kept as one call either: it takes or returns values that no"
-                " graph can hold. Give it tensors, numbers and plain containers."
+                f"module `{node.args[2]}`, called at {source_of(node)}, can't be traced, and can't be kept as one call either: it takes"
+                " or returns values that no graph can hold. Give it tensors, numbers and plain containers."
             )
 
 

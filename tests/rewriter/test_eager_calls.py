@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import resfx
+from resfx.eager_calls import refuse_unfolded
 
 D = 8
 
@@ -217,3 +218,11 @@ def test_the_model_is_left_as_it_was() -> None:
     resfx.find(model, (x(),))
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_can_not_be_one_call_is_named_with_its_line() -> None:
+    graph = torch.fx.Graph()
+    call = graph.call_function(torch.ops.resfx.eager_call.default, (graph.placeholder("x"), 0, "body.inner"))
+    call.meta["stack_trace"] = '  File "/user/model.py", line 7, in forward\n    return self.inner(x)\n'
+    with pytest.raises(resfx.CaptureError, match=r"`body\.inner`, called at /user/model\.py:7,"):
+        refuse_unfolded(graph)
