@@ -20,7 +20,6 @@ from resfx.passes.group_read import group_partials
 from resfx.passes.products import wide_linear
 from resfx.passes.routing import Older, mixture
 from resfx.passes.statistics import along, full_precision, inverse_rms, wide
-from resfx.passes.stored import stored
 
 Scalar = float | Tensor
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -337,11 +336,6 @@ def accumulate(total: Tensor, u: Tensor, like: Tensor) -> Tensor:
 def subtract(a: Tensor, b: Tensor) -> Tensor:
     """a - b."""
     return a - b
-
-
-def change(h: Tensor, since: Tensor) -> Tensor:
-    """h - since: what a block has added to the state. Many reads take it, so it is written."""
-    return stored(h - since)
 
 
 def scale(x: Tensor, factor: Scalar) -> Tensor:
