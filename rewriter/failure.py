@@ -146,8 +146,8 @@ def _module_of_script_object(model: nn.Module) -> str | None:
 def _remedy(error: BaseException, route: str) -> str:
     if is_data_dependent(error):
         return (
-            "This is Python control flow on a tensor's values: use torch.cond there, pass the decision as an argument,"
-            " or rewrite the submodule that holds the stream."
+            "This is Python control flow on a tensor's values, or an assert on them: use torch.cond there, leave the"
+            " assert out, pass the decision as an argument, or rewrite the submodule that holds the stream."
         )
     if is_unknown_output(error):
         return (

@@ -86,7 +86,7 @@ class Guards:
                     f"`{self.tensors[i].label}` axis {axis} = {size}"
                     for (i, axis), size in zip(self.symbols, sizes, strict=True)
                 )
-                raise GuardError(f"{where}: the capture assumed {condition.text}. Capture again with such an example.")
+                raise GuardError(f"{where}: the capture assumed {condition.text}. Rewrite again with such an example.")
         for guards in self.also:
             guards.check(inputs, model)
 
@@ -120,7 +120,7 @@ def _check_tensor(guard: TensorGuard, tensor: torch.Tensor) -> None:
 
 
 def _fail(label: str, axis: int, text: str) -> None:
-    raise GuardError(f"argument `{label}`, axis {axis}: size {text}. Capture again with this size as the example.")
+    raise GuardError(f"argument `{label}`, axis {axis}: size {text}. Rewrite again with this size as the example.")
 
 
 def _bounds(symbol: Any, ranges: dict[Any, Any]) -> tuple[int, int | None] | None:

@@ -180,7 +180,7 @@ class CallSignature:
         hint = self.hints.get(label, "")
         raise GuardError(
             f"argument `{label}`: was {captured} at capture, now it is {_describe(value)}."
-            f" Capture again with this argument as an example.{' ' + hint if hint else ''}"
+            f" Rewrite again with this argument as an example.{' ' + hint if hint else ''}"
         )
 
 
