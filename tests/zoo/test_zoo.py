@@ -1,7 +1,7 @@
 """The zoo: find and a warm start on every model, ONNX on a fixed sample. `pytest -m zoo`.
 
-`ZOO_WHOLE=K/N` takes only the K-th (from 0) of N parts of the models through every step of two forms, and the others through find
-and a warm start of Delta. Each model runs in a process of its own, as in the sweep of `make coverage`.
+`ZOO_SHARD=K/N` takes the K-th (from 0) of N parts of the models; `ZOO_WHOLE=K/N` only those of that part through every step of two
+forms, and the others through find and a warm start of Delta. Each model runs in a process of its own, as in the sweep of `make coverage`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ LARGE = ("timm/deepseek_vit_412m",)
 SECONDS = 300.0
 
 
+def in_part(variable: str, name: str) -> bool:
+    part, parts = map(int, os.environ.get(variable, "0/1").split("/"))
+    return shard(name, part, parts)
+
+
 def groups_of(name: str) -> list[str]:
     if name in LARGE:
         return ["find"]
-    part, parts = map(int, os.environ.get("ZOO_WHOLE", "0/1").split("/"))
-    rewrites = ["find", "delta", "multigate"] if shard(name, part, parts) else ["quick"]
+    rewrites = ["find", "delta", "multigate"] if in_part("ZOO_WHOLE", name) else ["quick"]
     return [*rewrites, *(["onnx"] if name in ONNX_SAMPLE else [])]
 
 
@@ -34,7 +38,7 @@ def _warm() -> None:
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("name", list(ZOO))
+@pytest.mark.parametrize("name", [name for name in ZOO if in_part("ZOO_SHARD", name)])
 def test_zoo(name: str) -> None:
     groups = groups_of(name)
     found = take_through(name, groups, SECONDS * len(groups))
