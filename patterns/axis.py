@@ -13,7 +13,7 @@ from typing import Any
 from torch.fx import Node
 
 from resfx.patterns import dialect
-from resfx.patterns.dialect import EXPAND, LAYOUT, data_inputs, op_name, shape_of
+from resfx.patterns.dialect import ALIKE, EXPAND, LAYOUT, data_inputs, op_name, shape_of
 from resfx.patterns.streams import Layout, Scale, Stream, Write
 
 _CHANNELS_FIRST = frozenset(
@@ -49,7 +49,9 @@ def _map_votes(stream: Stream) -> Iterator[int]:
 def _reader_votes(stream: Stream) -> Iterator[tuple[int, bool]]:
     layouts = _layouts(stream)
     for reader in stream.readers:
-        if reader.role != "branch" or reader.state not in layouts:  # a part of a state has a layout of its own
+        if reader.state not in layouts:  # a part of a state has a layout of its own
+            continue
+        if reader.role != "branch" and not _is_made_like(reader.user, reader.state):
             continue
         found = _first_map(reader.user, reader.state)
         if found is None:
@@ -57,6 +59,11 @@ def _reader_votes(stream: Stream) -> Iterator[tuple[int, bool]]:
         axis = _undo(layouts.get(reader.state, []), found[0])
         if axis is not None:
             yield axis, found[1]
+
+
+def _is_made_like(node: Node, state: Node) -> bool:
+    """Does it take its dtype or its shape from the state, and so stand for it in what follows?"""
+    return op_name(node) in ALIKE and dialect.same_shape(node, state)
 
 
 def _layouts(stream: Stream) -> dict[Node, list[Node]]:

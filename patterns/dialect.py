@@ -48,7 +48,7 @@ SHAPE_ONLY = frozenset(
 )
 
 # Take a dtype or a shape from their second operand: its numbers are not read.
-_ALIKE = frozenset("to type_as view_as reshape_as expand_as".split())
+ALIKE = frozenset("to type_as view_as reshape_as expand_as".split())
 
 # A weight that meets the state here maps it: matrix products, convolutions, recurrent cells.
 CONTRACTION = frozenset(
@@ -129,7 +129,7 @@ def data_inputs(node: Node) -> Iterator[Node]:
     name = op_name(node)
     if name in SHAPE_ONLY:
         return iter(())
-    return iter(node.all_input_nodes[:1] if name in _ALIKE else node.all_input_nodes)
+    return iter(node.all_input_nodes[:1] if name in ALIKE else node.all_input_nodes)
 
 
 def value(node: Node) -> Any:

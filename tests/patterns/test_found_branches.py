@@ -108,5 +108,22 @@ def test_who_takes_a_dtype_or_a_shape_from_the_state_reads_no_numbers(alike: str
     assert not [name for name, _ in result.named_parameters() if ".tap" in name]
 
 
+def test_what_is_cast_as_the_state_tells_its_feature_axis() -> None:
+    """Normed over two axes in one, and mixed back by a vector: neither end of the branch tells."""
+
+    class Copies(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            gains = torch.ones(2, 1)
+            for layer in (self.f, self.g):
+                wide = x.float().flatten(2)
+                normed = wide * wide.square().mean(-1, keepdim=True).rsqrt()
+                mixed = (normed.unflatten(2, (2, D)).type_as(x) * gains).sum(2)
+                x = x + layer(mixed).unsqueeze(2) * gains
+            return x
+
+    found = resfx.find(Copies().eval(), (torch.randn(2, 6, 2, D),))
+    assert [(len(stream.sites), stream.axis) for stream in found.streams] == [(2, -1)]
+
+
 def _joined(output: object) -> Tensor:
     return torch.cat([part.flatten() for part in pytree.tree_leaves(output)])
