@@ -171,8 +171,8 @@ class Chain:
             if site is not None:
                 carried.append((term, site))
         if not carried:
-            shifted = shifted_operand(terms, self._facts.static)
-            if shifted is None or not dialect.same_shape(shifted, node):
+            shifted = shifted_operand(node, terms, self._facts.static)
+            if shifted is None:
                 return None
             return Side(shifted, node, tuple(t for t in terms if t.operands[0] is not shifted))
         if len({id(self.owner[site]) for _, site in carried}) > 1:

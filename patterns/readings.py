@@ -106,8 +106,8 @@ class Sums:
 
     def _behind_shift(self, reading: Reading) -> Iterator[Reading]:
         """Behind `x + b`, where b is a constant or a Parameter: the branch may read x."""
-        shifted = shifted_operand(self.direct[reading.carrier], self._facts.static)
-        if shifted is not None and dialect.same_shape(shifted, reading.carrier):
+        shifted = shifted_operand(reading.carrier, self.direct[reading.carrier], self._facts.static)
+        if shifted is not None:
             yield replace(reading, carrier=shifted)
 
     def _behind(self, reading: Reading) -> Iterator[Reading]:

@@ -28,12 +28,13 @@ def terms_of(node: Node) -> list[Term] | None:
     return terms if _is_tensor(node) else None
 
 
-def shifted_operand(terms: Iterable[Term], static: Container[Node]) -> Node | None:
-    """The x of `x + b`, where all but x is constant or made of Parameters alone; None for every other sum."""
+def shifted_operand(node: Node, terms: Iterable[Term], static: Container[Node]) -> Node | None:
+    """The x of `node` = x + b, where all but x is constant or made of Parameters alone and x has its shape; None for every other sum."""
     varying = [term for term in terms if any(operand not in static for operand in term.operands)]
     if len(varying) != 1 or varying[0].op != "value" or varying[0].scale != 1:
         return None
-    return varying[0].operands[0]
+    operand = varying[0].operands[0]
+    return operand if dialect.same_shape(operand, node) else None
 
 
 def adds_nothing(node: Node) -> Node | None:
