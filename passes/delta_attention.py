@@ -146,6 +146,9 @@ class _Block(_Sublayer):
         self._finish_block(site, h)
         return None
 
+    def _routed(self, site: Site, h: Node) -> Node:
+        return super()._routed(site, self.stage.call(ops.kept, h))
+
     def scale(self, factor: float | Node, divide: bool) -> None:
         super().scale(factor, divide)
         self.boundary = self.scaled(self.boundary, factor, divide)
@@ -157,5 +160,5 @@ class _Block(_Sublayer):
         self.open -= {site.index}
         # The published code subtracts the last source of its list, not the state where the block began.
         since = self.sources[-1] if self.form.official_sources else self.boundary
-        self.sources.append(self.stage.call(ops.subtract, h, since))
+        self.sources.append(self.stage.call(ops.block_change, h, since))
         self.boundary = h

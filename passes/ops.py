@@ -20,6 +20,7 @@ from resfx.passes.group_read import group_partials
 from resfx.passes.products import wide_linear
 from resfx.passes.routing import Older, mixture
 from resfx.passes.statistics import along, full_precision, inverse_rms, wide
+from resfx.passes.stored import stored
 
 Scalar = float | Tensor
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -159,6 +160,16 @@ def grouped_delta_read(
     with full_precision(h):
         own, older = _still_to_read(sources, earlier, known)
         return mixture(own, query, key_norm, eps, dim, dtype=h.dtype, onto=h, older=older)
+
+
+def block_change(h: Tensor, since: Tensor) -> Tensor:
+    """h - since: what a block made of the state that it began with. Both are needed again, by the next block."""
+    return stored(h) - stored(since)
+
+
+def kept(h: Tensor) -> Tensor:
+    """`h`, which a compiler writes to memory: else every read adds it up anew from the updates since."""
+    return stored(h)
 
 
 def single_read(h: Tensor, source: Tensor) -> Tensor:

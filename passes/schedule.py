@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from operator import getitem
 from typing import Any
 
@@ -97,9 +97,10 @@ def most_readers(size: int) -> int:
 def partition(chain: list[_Read]) -> list[list[_Read]]:
     """The groups of consecutive reads that cost least, in order."""
     best = [(0, 0)]  # of the first reads: what they cost, and where the last of their groups begins
+    crowd = _crowd(chain)
     for end in range(1, len(chain) + 1):
         starts = range(max(end - most_readers(chain[0].size), 0), end)
-        costs = [(start, _cost(chain[start:end])) for start in starts]
+        costs = [(start, _cost(chain[start:end], chain[start].node in crowd)) for start in starts]
         best.append(min((best[start][0] + cost, start) for start, cost in costs if cost is not None))
     groups: list[list[_Read]] = []
     end = len(chain)
@@ -110,10 +111,16 @@ def partition(chain: list[_Read]) -> list[list[_Read]]:
     return groups
 
 
-def _cost(group: list[_Read]) -> int | None:
+def _crowd(chain: list[_Read]) -> set[Node]:
+    """The reads of the same sources as so many others that a compiler would put all of their gradients into one kernel too wide for it."""
+    runs = [list(run) for _, run in groupby(chain, key=lambda read: read.sources)]
+    return {read.node for run in runs if len(run) > group_kernels.MOST_READERS for read in run}
+
+
+def _cost(group: list[_Read], is_crowded: bool) -> int | None:
     """How many tensors like the stream are read and written; None where the reads can't be taken together."""
     if len(group) == 1:
-        return len(group[0].sources)
+        return len(group[0].sources) + is_crowded  # what each read on its own keeps for its backward
     common, readers = _common(group), len(group)
     if not common or not all(_is_there(vector, group[0].node) for read in group for vector in read.vectors):
         return None
