@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from resfx.passes.statistics import along, inverse_rms, list_softmax, wide
-from resfx.passes.stored import stored_to_train
+from resfx.passes.stored import stored, stored_to_train
 
 
 class Older(NamedTuple):
@@ -65,7 +65,8 @@ def mixture(
     if _needs_plain_ops([key, *tensors]):
         return _mix(_Scores(sources, key, eps, dim, older), onto, dtype)
     mixed: Tensor = _Mixture.apply(eps, dim, dtype, (older is not None, onto is not None), key, *distinct(tensors))
-    return mixed
+    # Without a state in it, a compiler would take it anew in the backward, wide, and store that.
+    return stored(mixed) if onto is None else mixed
 
 
 class _Scores:
@@ -157,6 +158,8 @@ class _Mixture(torch.autograd.Function):
         eps: float, dim: int, dtype: torch.dtype, has: tuple[bool, bool], key: Tensor, *tensors: Tensor
     ) -> Tensor:
         older, onto, sources = _parts(has, key, tensors)
+        if older is not None and onto is None and not sources:
+            return older.value.to(dtype).view_as(older.value)  # its weight is 1
         return _mix(_Scores(sources, key, eps, dim, older), onto, dtype)
 
     @staticmethod
