@@ -289,11 +289,15 @@ def independent_mix(
     eps: float,
     dim: int,
     dtype: torch.dtype | None = None,
+    before: tuple[Any, ...] = (),
 ) -> list[Tensor]:
-    """s_i <- (1 - b_i) s_i + b_i u, b_i = sigmoid(w_beta . rms(s_i) / sqrt(D) + b_beta_i). Dtype as in `pool`."""
+    """s_i <- (1 - b_i) s_i + b_i u, b_i = sigmoid(w_beta . rms(s_i) / sqrt(D) + b_beta_i). Dtype as in `pool`.
+
+    `before`: streams, u, w_beta and b_beta of the write that made `streams`, see `gating.written`.
+    """
     with full_precision(u):
-        gates = gating.independent(streams, w_beta, b_beta, eps, dim)
-        return gating.mixed(streams, u, gates, dtype or streams[0].dtype)
+        update = u, w_beta, b_beta
+        return gating.written(gating.independent, streams, update, eps, dim, dtype or streams[0].dtype, before)
 
 
 @_example(_like_streams)
@@ -305,14 +309,15 @@ def competitive_mix(
     eps: float,
     dim: int,
     dtype: torch.dtype | None = None,
+    before: tuple[Any, ...] = (),
 ) -> list[Tensor]:
     """s_i <- (1 - b_i) s_i + b_i u, b = softmax([forget, w_beta . rms(s_1) / sqrt(D), ..]) without its first entry.
 
-    Dtype as in `pool`.
+    Dtype as in `pool`, `before` as in `independent_mix`.
     """
     with full_precision(u):
-        gates = gating.competitive(streams, w_beta, forget, eps, dim)
-        return gating.mixed(streams, u, gates, dtype or streams[0].dtype)
+        update = u, w_beta, forget
+        return gating.written(gating.competitive, streams, update, eps, dim, dtype or streams[0].dtype, before)
 
 
 def pick(values: Sequence[Tensor], index: int) -> Tensor:

@@ -14,7 +14,15 @@ from zoo_known import KNOWN
 from zoo_sweep import shard, take_through, warm_up
 
 # One of each kind: a decoder, a mixture of experts, an encoder, two sequences, a pyramid, plain convolutions, windows.
-ONNX_SAMPLE = ("qwen2", "olmo2", "enc/albert_group2", "s2s/mt5", "vis/pvt_v2", "tv/resnet34", "timm/swin_tiny_patch4_window7_224")
+ONNX_SAMPLE = (
+    "qwen2",
+    "olmo2",
+    "enc/albert_group2",
+    "s2s/mt5",
+    "vis/pvt_v2",
+    "tv/resnet34",
+    "timm/swin_tiny_patch4_window7_224",
+)
 # 412 million parameters: its copies and their gradients do not fit into the memory that one model gets, so it is searched only.
 LARGE = ("timm/deepseek_vit_412m",)
 SECONDS = 300.0
