@@ -12,7 +12,7 @@ import sys
 import torch
 from torch import fx
 
-from resfx.patterns.dialect import call_entries, equal_shapes
+from resfx.patterns.dialect import call_entries, equal_shapes, op_name
 from resfx.patterns.places import Place, pieces_of
 from resfx.patterns.slices import added_to_part, strip
 from resfx.twins import fake_result
@@ -24,7 +24,7 @@ def read_parts_of_the_whole(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Let later readers of the parts read slices of the whole, in place; returns what they read now by what they read before."""
     moved: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
-        found = added_to_part(node) if node.target is aten.cat.default else None
+        found = added_to_part(node) if op_name(node) == "cat" else None
         if found is not None:
             moved.update(_read_from(graph, node, found[1]))
     return moved
