@@ -321,15 +321,6 @@ class Unweighted(Net):
         return x + self.f(x)  # SITE
 
 
-@case()
-class Mapped(Net):
-    """The second block sees one sample at a time: vmap hides an axis of the state in between."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.f(x)  # SITE
-        return torch.func.vmap(lambda sample: sample + self.g(sample))(x)  # SITE
-
-
 @cases_of(__name__)
 def test_found(case: Case) -> None:
     case.check()
@@ -361,12 +352,6 @@ def test_a_coupling_is_never_rewritten() -> None:
     found = find(ReversibleCoupling)
     assert not any(site.rewritable for site in found.sites)
     assert all("coupling" in (stream.refused or "") for stream in found.streams)
-
-
-def test_no_site_of_a_stream_that_vmap_enters_is_rewritable() -> None:
-    found = find(Mapped)
-    assert [site.rewritable for site in found.sites] == [False, False]
-    assert all("changes how many numbers" in (site.refused or "") for site in found.sites)
 
 
 def test_parallel_branches_are_counted() -> None:
