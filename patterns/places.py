@@ -52,8 +52,8 @@ def _sliced(part: Node, base: Node, name: str) -> Place | None:
 
 def _selected(part: Node, select: Node) -> Place | None:
     """`x[:, 0].unsqueeze(1)`: a slice of one."""
-    whole = shape_of(base) if select.args and isinstance(base := select.args[0], Node) else None
-    axis, index = _argument(select, 1, None), _argument(select, 2, None)
+    base, axis, index = (_argument(select, i, None) for i in range(3))
+    whole = shape_of(base) if isinstance(base, Node) else None
     if op_name(select) != "select" or whole is None or not isinstance(axis, int) or not isinstance(index, int):
         return None
     axis, again = axis % len(whole), _argument(part, 1, None)

@@ -109,10 +109,8 @@ class Sums:
         """The term, or x where it is the product x s inside addcmul, with a constant or a Parameter s."""
         if term.op == "value":
             return [Reading(term, term.operands[0], (), term.scale != 1)]
-        factored = factored_term(term, self._facts.static)
-        if factored is None or factored[0] is None:
-            return []
-        return [Reading(Term("value", factored[:1], factored[1]), factored[0], (), True)]
+        operand, factor = factored_term(term, self._facts.static) or (None, 1)
+        return [] if operand is None else [Reading(Term("value", (operand,), factor), operand, (), True)]
 
     def _behind_shift(self, reading: Reading) -> Iterator[Reading]:
         """Behind `x + b` or `s x + b`, where s and b are constants or Parameters: the branch may read x."""
