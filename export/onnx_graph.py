@@ -35,6 +35,8 @@ def translate(
     Raises OnnxExportError with the operator that has no translation and its source line, or where the exporter could
     not reach the `opset` asked for.
     """
+    import onnx
+
     _forget_strides(program)
     try:
         with quiet_failure():
@@ -53,7 +55,8 @@ def translate(
     reached = opset_of(result)
     if opset is not None and reached != opset:
         raise OnnxExportError(
-            f"the exporter could not convert the model to opset {opset}, it stays at {reached}: ask for {reached}"
+            f"the exporter writes opset {reached} and could not convert the model to {opset}: ask for one from {reached}"
+            f" to {onnx.defs.onnx_opset_version()}"
         )
     return result
 

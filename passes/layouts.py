@@ -6,7 +6,6 @@ so that every spelling (transpose, movedim, .mT, flatten, view, ..) is understoo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,18 +36,6 @@ def same_shape(a: Iterable[Any], b: Iterable[Any]) -> bool:
     """Whether two shapes, symbolic sizes included, are known to be equal."""
     a, b = tuple(a), tuple(b)
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
-
-
-def keeps_size(before: Iterable[Any], after: Iterable[Any]) -> bool:
-    """Whether two shapes have the same number of elements, judged by the example where sizes are symbolic."""
-    return math.prod(map(_example_size, before)) == math.prod(map(_example_size, after))
-
-
-def _example_size(size: Any) -> int:
-    """The size in the example call; sizes that depend on data have none and count as 1."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.hint is not None else 1
 
 
 def read_step(graph_module: GraphModule, before: Node, after: Node) -> Step | None:

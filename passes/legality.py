@@ -8,7 +8,7 @@ import torch
 
 from resfx.passes.editor import Editor, value_of
 from resfx.passes.form import Form
-from resfx.passes.layouts import keeps_size, read_step
+from resfx.passes.layouts import read_step
 from resfx.passes.terms import has_plain_skip
 from resfx.patterns.dialect import source_of
 from resfx.patterns.event_nodes import early_reader
@@ -80,8 +80,6 @@ def _refused_layout(editor: Editor, stream: Stream) -> str | None:
         if not isinstance(event, Layout):
             continue
         before = editor.entry_of(event.before, event.after, ())
-        if not keeps_size(value_of(before).shape, value_of(event.after).shape):
-            return f"{event.after.name} changes how many numbers its state has (torch.vmap hides an axis, for one)"
         if read_step(editor.graph_module, before, event.after) is None:
             return f"{event.after.name} changes its layout in a way that can't be undone"
     return None

@@ -42,6 +42,8 @@ def _stream(index: int, thread: Thread, found: Found, graph: Graph) -> Stream:
     entry = events[0].before
     stream = Stream(index, entry, events, (), None, dialect.shape_of(entry) or ())
     stream.refused = _refusal(stream)
+    for site in stream.sites:
+        site.refused = site.refused or stream.refused
     return stream
 
 
@@ -136,10 +138,11 @@ def _refusal(stream: Stream) -> str | None:
     for site in stream.sites:
         if site.refused:
             return f"site {site.index} ({site.source or site.node.name}): {site.refused}"
-        if site.kind == "coupling":
-            site.refused = "a reversible coupling: its inverse would no longer exist"
     if any(site.kind == "coupling" for site in stream.sites):
         return "it is a reversible coupling, whose inverse a rewrite would break"
+    for event in stream.events:
+        if isinstance(event, Layout) and not dialect.as_many(event.before, event.after):
+            return f"{event.after.name} changes how many numbers its state has (torch.vmap hides an axis, for one)"
     return None
 
 

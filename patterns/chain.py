@@ -17,7 +17,7 @@ from resfx.patterns.facts import Facts, identity_operand
 from resfx.patterns.places import piece_taken
 from resfx.patterns.slices import added_to_part, parts_in_place, strip
 from resfx.patterns.streams import Cast, Event, Layout, Scale, Side, Site, Term, Transition
-from resfx.patterns.sums import shifted_operand, terms_of
+from resfx.patterns.sums import affine_operand, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -171,10 +171,12 @@ class Chain:
             if site is not None:
                 carried.append((term, site))
         if not carried:
-            shifted = shifted_operand(node, terms, self._facts.static)
-            if shifted is None:
+            operand, factor = affine_operand(node, self._facts.static) or (None, 1)
+            if operand is None:
                 return None
-            return Side(shifted, node, tuple(t for t in terms if t.operands[0] is not shifted))
+            if factor != 1:
+                return Transition(operand, node, (node,))
+            return Side(operand, node, tuple(t for t in terms if t.operands[0] is not operand))
         if len({id(self.owner[site]) for _, site in carried}) > 1:
             return None
         state, _ = max(carried, key=lambda pair: self._facts.order[pair[1].result])

@@ -8,6 +8,7 @@ operations only: never of modules or classes.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -169,6 +170,19 @@ def same_shape(left: Node, right: Node) -> bool:
 def equal_shapes(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """True where the sizes are equal, symbol by symbol."""
     return len(a) == len(b) and all(_same_size(x, y) for x, y in zip(a, b, strict=True))
+
+
+def as_many(left: Node, right: Node) -> bool:
+    """Whether both hold as many numbers, judged by the example where sizes are symbolic; true where a shape isn't known."""
+    a, b = shape_of(left), shape_of(right)
+    return a is None or b is None or math.prod(map(_example_size, a)) == math.prod(map(_example_size, b))
+
+
+def _example_size(size: Any) -> int:
+    """The size in the example call; sizes that depend on data have none and count as 1."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.hint is not None else 1
 
 
 def _same_size(a: Any, b: Any) -> bool:

@@ -31,6 +31,8 @@ def place_of(part: Node) -> Place | None:
     name = op_name(part)
     if name in ("slice", "narrow"):
         place = _sliced(part, source, name)
+    elif name == "unsqueeze":
+        place = _selected(part, source)
     elif name == "getitem" and op_name(source) in SPLIT and isinstance(part.args[1], int):
         place = _split_off(part.args[1], source)
     else:
@@ -46,6 +48,19 @@ def _sliced(part: Node, base: Node, name: str) -> Place | None:
         return None
     start = start + whole[axis] if isinstance(start, int) and start < 0 else start
     return Place(base, axis % len(whole), start, start + own[axis])
+
+
+def _selected(part: Node, select: Node) -> Place | None:
+    """`x[:, 0].unsqueeze(1)`: a slice of one."""
+    base, axis, index = (_argument(select, i, None) for i in range(3))
+    whole = shape_of(base) if isinstance(base, Node) else None
+    if op_name(select) != "select" or whole is None or not isinstance(axis, int) or not isinstance(index, int):
+        return None
+    axis, again = axis % len(whole), _argument(part, 1, None)
+    if not isinstance(again, int) or again % len(whole) != axis:
+        return None
+    start = index + whole[axis] if index < 0 else index
+    return Place(base, axis, start, start + 1)
 
 
 def _argument(node: Node, index: int, default: Any) -> Any:

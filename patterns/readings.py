@@ -14,7 +14,7 @@ from resfx.patterns.facts import Facts, identity_operand
 from resfx.patterns.places import piece_taken
 from resfx.patterns.slices import slice_base
 from resfx.patterns.streams import Term
-from resfx.patterns.sums import flatten, shifted_operand, terms_of
+from resfx.patterns.sums import affine_operand, factored_term, flatten, terms_of
 
 _WIDEST = (
     32  # terms: a longer sum is an accumulator, and comparing all of its terms at every step would take quadratic time
@@ -89,7 +89,7 @@ class Sums:
 
     def _read(self, term: Term) -> Iterator[Reading]:
         """Through identities and scales, and through slices of a larger state; each value once, however many ways lead there."""
-        todo = [Reading(term, term.operands[0], (), term.scale != 1)] if term.op == "value" else []
+        todo = self._as_written(term)
         seen: set[Node] = set()
         while todo:
             reading = todo.pop()
@@ -102,13 +102,26 @@ class Sums:
                 todo.append(replace(reading, carrier=operand))
                 continue
             yield reading
-            todo.extend(reversed(list(self._behind_shift(reading) if is_sum else self._behind(reading))))
+            behind = [*self._behind_shift(reading), *(() if is_sum else self._behind(reading))]
+            todo.extend(reversed(behind))
+
+    def _as_written(self, term: Term) -> list[Reading]:
+        """The term, or x where it is the product x s inside addcmul, with a constant or a Parameter s."""
+        if term.op == "value":
+            return [Reading(term, term.operands[0], (), term.scale != 1)]
+        operand, factor = factored_term(term, self._facts.static) or (None, 1)
+        return [] if operand is None else [Reading(Term("value", (operand,), factor), operand, (), True)]
 
     def _behind_shift(self, reading: Reading) -> Iterator[Reading]:
-        """Behind `x + b`, where b is a constant or a Parameter: the branch may read x."""
-        shifted = shifted_operand(reading.carrier, self.direct[reading.carrier], self._facts.static)
-        if shifted is not None:
-            yield replace(reading, carrier=shifted)
+        """Behind `x + b` or `s x + b`, where s and b are constants or Parameters: the branch may read x."""
+        node = reading.carrier
+        affine = affine_operand(node, self._facts.static)
+        if affine is None:
+            return
+        operand, factor = affine
+        shifted = node in self.direct and factor == 1
+        if shifted or not reading.factors:  # `(1 - g) x`: g is the gate, and no state that x weighs
+            yield replace(reading, carrier=operand, scaled=reading.scaled or factor != 1)
 
     def _behind(self, reading: Reading) -> Iterator[Reading]:
         node = reading.carrier

@@ -38,6 +38,7 @@ class ResidualMap:
     notes: list[str] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)  # stream -> why it was left plain by a rewrite
     forms: dict[int, str] = field(default_factory=dict)  # stream -> the form it was rewritten to
+    chosen: dict[int, tuple[int, ...]] = field(default_factory=dict)  # stream -> its sites that a rewrite took
     parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)  # new parameters and their shapes
     changes: dict[str, int] = field(default_factory=dict)  # what the passes changed, counted
     modules: tuple[str, ...] = ()  # paths of all modules of the model
@@ -103,13 +104,19 @@ class ResidualMap:
             ],
             "refused": {str(k): v for k, v in self.refused.items()},
             "forms": {str(k): v for k, v in self.forms.items()},
+            "chosen": {str(k): list(v) for k, v in self.chosen.items()},
             "parameters": {name: list(shape) for name, shape in self.parameters.items()},
             "notes": list(self.notes),
         }
 
     def tables(self) -> list[Table]:
         """The tables that `print` shows."""
-        return [_stream_table(self), *(_site_table(stream) for stream in self.streams)]
+        return [_stream_table(self), *(_site_table(stream, self._left(stream)) for stream in self.streams)]
+
+    def _left(self, stream: Stream) -> frozenset[Site]:
+        """The sites that a rewrite of the stream left plain: `select=` does not match them, or they can't be rewritten."""
+        chosen = self.chosen.get(stream.index)
+        return frozenset() if chosen is None else frozenset(s for s in stream.sites if s.index not in chosen)
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=140, record=False, color_system=None)
@@ -199,17 +206,18 @@ def _shape(shape: tuple[object, ...]) -> str:
     return escape("[" + ", ".join(str(size) for size in shape) + "]")
 
 
-def _site_table(stream: Stream) -> Table:
+def _site_table(stream: Stream, left: frozenset[Site]) -> Table:
     """The sites of one stream; neighbours that differ in nothing but their place share a row."""
     table = Table(title=f"stream {stream.index}", title_justify="left")
     for name in ("site", "module", "source", "kind", "branches", "transition"):
         table.add_column(name, overflow="fold")
-    for sites in _runs(stream.sites):
+    for sites in _runs(stream.sites, left):
         first, last = sites[0], sites[-1]
         number = str(first.index) if first is last else f"{first.index}..{last.index} ({len(sites)})"
         path = first.path or "(root)"
         path = path if first.path == last.path else f"{path} .. {last.path or '(root)'}"
         kind = first.kind if first.rewritable else f"{first.kind}, refused: {first.refused}"
+        kind = f"{kind}, left as it was" if first in left and first.rewritable else kind
         kind = kind if first.repeats == 1 else f"{kind}, run {first.repeats}x"
         table.add_row(
             number, path, first.source.rsplit("/", 1)[-1], kind, str(len(first.branches)), " ".join(first.transition)
@@ -217,14 +225,13 @@ def _site_table(stream: Stream) -> Table:
     return table
 
 
-def _runs(sites: list[Site]) -> Iterator[list[Site]]:
-    """Sites with the same source line and kind, gathered when there are many."""
+def _runs(sites: list[Site], left: frozenset[Site]) -> Iterator[list[Site]]:
+    """Sites with the same source line, kind and fate, gathered when there are many."""
     if len(sites) <= 24:
         yield from ([site] for site in sites)
         return
     groups: dict[object, list[Site]] = {}
     for site in sites:
-        groups.setdefault(
-            (site.source, site.kind, site.refused, len(site.branches), site.transition, site.repeats), []
-        ).append(site)
+        shown = (site.source, site.kind, site.refused, len(site.branches), site.transition, site.repeats, site in left)
+        groups.setdefault(shown, []).append(site)
     yield from groups.values()

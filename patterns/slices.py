@@ -106,9 +106,17 @@ def _concatenates(user: Node, part: Node, updated: Node) -> bool:
 
 
 def _joins_again(cat: Node, part: Node, updated: Node) -> bool:
-    whole = _joined(cat, lambda piece: part if piece is updated else strip(piece))
+    whole = _joined(cat, lambda piece: part if piece is updated else _part_behind(piece))
     base = slice_base(part)
     return whole is not None and base is not None and strip(whole) is strip(base)
+
+
+def _part_behind(piece: Node) -> Node | None:
+    """The part that `piece` is, behind casts, copies and views."""
+    node: Node | None = piece
+    while node is not None and place_of(node) is None:
+        node = identity_operand(node)
+    return node
 
 
 def _joined(cat: Node, part_behind: Callable[[Node], Node | None]) -> Node | None:

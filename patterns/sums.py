@@ -6,7 +6,7 @@ Understood: add, sub, `alpha=`, python's `sum`, stack or cat + sum or mean, eins
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from typing import Any, Literal
 
 import torch
@@ -28,13 +28,43 @@ def terms_of(node: Node) -> list[Term] | None:
     return terms if _is_tensor(node) else None
 
 
-def shifted_operand(node: Node, terms: Iterable[Term], static: Container[Node]) -> Node | None:
-    """The x of `node` = x + b, where all but x is constant or made of Parameters alone and x has its shape; None for every other sum."""
-    varying = [term for term in terms if any(operand not in static for operand in term.operands)]
-    if len(varying) != 1 or varying[0].op != "value" or varying[0].scale != 1:
+def affine_operand(node: Node, static: Container[Node]) -> tuple[Node, float | Node] | None:
+    """(x, s) of `node` = s x + b, where s and b are numbers, constant or made of Parameters alone and x has its shape."""
+    terms = terms_of(node) or _number_shift(node)
+    varying = [factored for term in terms or () if (factored := factored_term(term, static)) is not None]
+    if len(varying) != 1:
         return None
-    operand = varying[0].operands[0]
-    return operand if dialect.same_shape(operand, node) else None
+    operand, factor = varying[0]
+    if operand is None or not dialect.same_shape(operand, node):
+        return None
+    return operand, factor
+
+
+def factored_term(term: Term, static: Container[Node]) -> tuple[Node | None, float | Node] | None:
+    """(x, s) of a term s x; None where it is static, x None where more than one of its factors varies."""
+    varying = [operand for operand in term.operands if operand not in static]
+    if isinstance(term.scale, Node) and term.scale not in static:
+        varying.append(term.scale)
+    if not varying:
+        return None
+    operand = term.operands[0]
+    if term.op == "value":
+        return (operand if varying == [operand] else None), term.scale
+    alone = term.op == "mul" and len(varying) == 1 and term.scale == 1
+    factor = next((o for o in term.operands if o in static), None)
+    return (varying[0], factor) if alone and factor is not None else (None, term.scale)
+
+
+def _number_shift(node: Node) -> list[Term] | None:
+    """The one term of `x + 0.5`, `x - 0.5` and `0.5 - x`."""
+    name, (left, right) = op_name(node), (*node.args, None, None)[:2]
+    if name not in ("add", "sub", "rsub") or not _is_tensor(node):
+        return None
+    if isinstance(left, Node) and _is_number(right):
+        return [Term("value", (left,), -1 if name == "rsub" else 1)]
+    if isinstance(right, Node) and _is_number(left):
+        return [Term("value", (right,), -1 if name == "sub" else 1)]
+    return None
 
 
 def adds_nothing(node: Node) -> Node | None:

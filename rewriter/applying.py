@@ -130,8 +130,8 @@ def residual_report(
         for kind, count in outcome.counts.items():
             changes[kind] = changes.get(kind, 0) + count
     parameters = {name: tuple(module.get_parameter(name).shape) for o in applied for name in o.parameters}
-    forms = {o.stream: o.form for o in applied}
+    forms, chosen = {o.stream: o.form for o in applied}, {o.stream: o.sites for o in applied}
     paths = tuple(path for path, _ in module.named_modules(remove_duplicate=False))
     return ResidualMap(
-        streams, list(untouched.rejected), list(untouched.notes), refused, forms, parameters, changes, paths
+        streams, list(untouched.rejected), list(untouched.notes), refused, forms, chosen, parameters, changes, paths
     )

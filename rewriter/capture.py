@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from resfx.capture_errors import CaptureError, DynamicDimSpecialized, GuardError, NotAModule
 from resfx.captured import Captured, Mode, ModuleCall
@@ -55,7 +56,15 @@ def example_call(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any
         raise CaptureError(f"args must be a tuple, got a {type(args).__name__}: write (x,) for one argument")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise CaptureError(f"kwargs must be a dict of keyword arguments, got a {type(kwargs).__name__}")
-    return tuple(args), dict(kwargs or {})
+    return _with_gradients((tuple(args), dict(kwargs or {})))
+
+
+def _with_gradients(example: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copies of the tensors that were made in inference mode, which no gradient can be followed through."""
+    if not any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in pytree.tree_leaves(example)):
+        return example
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if t.is_inference() else t, example)
+    return args, kwargs
 
 
 def capture(
@@ -77,6 +86,7 @@ def capture(
     arguments = (tuple(args), dict(kwargs or {}))
     speak_keywords(module)
     if frontend == "export":
+        _refuse_inference_weights(module)
         captured = export_flat(module, *arguments, dynamic_shapes, mode).captured
         leave_casts(captured.graph)
         return captured
@@ -85,3 +95,13 @@ def capture(
             raise CaptureError("dynamic_shapes belongs to frontend='export'; the fx frontend leaves every size open")
         return fx_flat(module, *arguments, mode)
     raise CaptureError(f"unknown frontend {frontend!r}: choose 'export' or 'fx'")
+
+
+def _refuse_inference_weights(module: nn.Module) -> None:
+    """torch.export follows gradients, and so does the result."""
+    name = next((name for name, weight in module.named_parameters() if weight.is_inference()), None)
+    if name is not None:
+        raise CaptureError(
+            f"the parameter `{name}` was made inside torch.inference_mode() and can have no gradient: build or load the"
+            " model outside of it, or let rewrite copy it. The result runs inside it."
+        )

@@ -164,7 +164,7 @@ def _summary(result: resfx.Rewritten, form: str, output: Path | None) -> dict[st
     found = result.residual_map
     return {
         "form": passes.from_spec(form).to_spec(),
-        "sites": {stream.index: len(stream.sites) for stream in found.streams if stream.index in found.forms},
+        "sites": {stream: len(sites) for stream, sites in found.chosen.items()},
         "refused": found.refused,
         "notes": found.notes,
         "parameters_added": sum(torch.Size(shape).numel() for shape in new.values()),

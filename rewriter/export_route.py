@@ -17,6 +17,7 @@ from resfx.functionalize import Functional, functionalize, written_arguments
 from resfx.grad_mode import cut_gradients
 from resfx.guards import Guards, build_guards
 from resfx.indexed_adds import spell_out_indexed_adds
+from resfx.joined_parts import read_parts_of_the_whole
 from resfx.regions import inline_regions
 from resfx.root import add_constant, graft, graph_target, take_over
 from resfx.tidy import forget_kept_dtypes
@@ -59,6 +60,7 @@ def unlift(program: torch.export.ExportedProgram, model: nn.Module) -> Unlifted:
     forget_kept_dtypes(module.graph)
     result.functional = functionalize(module)
     spell_out_indexed_adds(module.graph)
+    result.functional.rejoined = read_parts_of_the_whole(module.graph)
     result.notes.extend(result.functional.notes)
     if cut_gradients(module.graph):
         result.notes.append("some operations run with gradients off; their inputs are detached")

@@ -43,9 +43,16 @@ class Functional:
     # (base, view, version) -> the node that shows it.
     shown: dict[tuple[fx.Node, tuple[ViewKey, ...], int], fx.Node] = field(default_factory=dict)
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    # A part that was joined into a whole -> the slice of the whole that later readers read.
+    rejoined: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def value_of(self, node: fx.Node, order: dict[fx.Node, int], position: int) -> fx.Node:
         """The node that holds what `node` showed when the program had reached `position` (in `order`)."""
+        value = self._written(node, order, position)
+        part = self.rejoined.get(value)
+        return part if part in order and order[part] < position else value
+
+    def _written(self, node: fx.Node, order: dict[fx.Node, int], position: int) -> fx.Node:
         node = self.replaced.get(node, node)
         view = self.views.get(node)
         if view is None:

@@ -44,8 +44,8 @@ def attach(
     _check(model, form)
     inner_backend(backend)
     register()
-    positional, keyword = example_call(args, kwargs)
     with torch.inference_mode(False):  # the new parameters are to be trained, wherever they were made
+        positional, keyword = example_call(args, kwargs)
         settled = settle(model, form, positional, keyword, select, streams, warm_start)
     attachment = Attachment(model, settled.streams, backend, settled.residual_map)
     owners: dict[str, list[int]] = {"": []}

@@ -18,6 +18,7 @@ from resfx.export_route import has_effect
 from resfx.failure import without_own_frames
 from resfx.functionalize import functionalize
 from resfx.indexed_adds import spell_out_indexed_adds
+from resfx.joined_parts import read_parts_of_the_whole
 from resfx.live_grad import inline_no_grad
 from resfx.live_indexing import spell_out_indexing
 from resfx.live_regions import inline_checkpoints
@@ -50,6 +51,7 @@ class LiveGraph:
         self._name_modules()
         self._make_functional()
         spell_out_indexed_adds(self.graph)
+        read_parts_of_the_whole(self.graph)
         inline_no_grad(self.graph)
         self._lift(_is_weight(self.root))
 

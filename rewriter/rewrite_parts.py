@@ -133,6 +133,7 @@ def _report(
         notes += [f"`{part.path}`: {note}" for note in own.notes]
         total.refused.update({part.first + index: reason for index, reason in own.refused.items()})
         total.forms.update({part.first + index: form for index, form in own.forms.items()})
+        total.chosen.update({part.first + index: sites for index, sites in own.chosen.items()})
         total.parameters.update({_renumbered(name, part.first): shape for name, shape in own.parameters.items()})
         for kind, count in own.changes.items():
             total.changes[kind] = total.changes.get(kind, 0) + count

@@ -158,6 +158,25 @@ def test_a_sequential_root() -> None:
     Pair(make, FORM, (live_toys.inputs(),)).assert_same(live_toys.inputs())
 
 
+class TokensFirst(live_toys.Block):
+    """Updates all but the first token, and reads them before the two are joined again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x[:, 1:] + self.a(x[:, 1:])
+        update = self.b(self.norm1(tokens))
+        return torch.cat([x[:, :1], tokens], 1) + torch.cat([update.mean(1, keepdim=True), update], 1)
+
+
+def test_parts_that_are_read_before_they_are_joined() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(TokensFirst(), TokensFirst())
+
+    pair = Pair(make, FORM, (live_toys.inputs(),))
+    assert len(pair.static.residual_map.sites) == 4
+    pair.assert_same(live_toys.inputs(3, 7))
+
+
 def test_a_state_dict_moves_between_the_modes(pair: Pair) -> None:
     live, x = live_toys.model(), live_toys.inputs()
     resfx.attach(live, FORM, (x,), backend="eager")

@@ -36,13 +36,14 @@ class Block(nn.Module):
 
 
 class EarlyBlock(Block):
-    """Reads the updated part before it is put back."""
+    """Reads the updated part in another form than the one that is put back."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         first, others = x[:, :1], x[:, 1:]
-        others = others + self.side(others)
-        seen = self.mlp(others)
-        x = torch.cat([first, others], 1)
+        image = as_image(others)
+        image = image + self.part(image)
+        seen = self.side(image.mean((2, 3)))
+        x = torch.cat([first, as_tokens(image)], 1)
         return x + self.whole(x), seen
 
 
@@ -129,3 +130,24 @@ def test_a_part_that_is_read_before_it_is_put_back_is_refused() -> None:
     x = torch.randn(2, 17, D)
     with pytest.raises(resfx.RewriteError, match=r"site 2 .* reads before it is put back"):
         resfx.rewrite(EarlyNet(), resfx.MultiGate(), (x,))
+
+
+class TokensFirst(Block):
+    """A module reads the updated tokens before they are joined with the first one again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        others = x[:, 1:] + self.side(x[:, 1:])
+        update = self.mlp(self.norm(others))
+        x = torch.cat([x[:, :1], others], 1)
+        return x + torch.cat([update.mean(1, keepdim=True), update], 1)
+
+
+def test_a_module_that_reads_the_part_is_called_with_a_part_of_the_whole() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(TokensFirst(), TokensFirst()).double(), torch.randn(2, 17, D, dtype=torch.float64)
+    result = resfx.rewrite(net, resfx.MultiGate(), (x,), warm_start=True)
+    assert len(result.residual_map.sites) == 4
+    assert not any("kept as traced" in note for note in result.residual_map.notes)
+    torch.testing.assert_close(result(x), net(x), rtol=1e-9, atol=1e-9)
+    perturb(result)
+    assert not torch.allclose(result(x), net(x), atol=1e-3)

@@ -66,6 +66,20 @@ class ShiftedAndScaledSkip(Net):
 
 
 @case(TOKENS)
+class AffineSkips(Net):
+    """Every way to scale and shift the skip by numbers and Parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (self.b - x) * self.a + self.f(x)  # SITE
+        x = torch.addcmul(self.b, x, self.a) + self.g(x)  # SITE
+        x = (x + 0.5) * self.a + self.h(x)  # SITE
+        x = 0.5 - x + self.f(x)  # SITE
+        x = torch.add(self.b, x, alpha=0.5) * self.a + self.g(x)  # SITE
+        x = torch.addcmul(self.h(x), self.a, x)  # SITE
+        return x + self.f(self.n(x))  # SITE
+
+
+@case(TOKENS)
 class ShiftedSkipThatIsKept(Net):
     """The shifted state is read elsewhere too; the branch reads it as it was."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
-from patterns_marks import Case, Net, case, cases_of
+from patterns_marks import Case, D, Net, case, cases_of
 from torch import Tensor
+
+import resfx
 
 
 @case()
@@ -53,6 +55,21 @@ class NormOfAPartFromElsewhere(Net):
         return y + self.g(y)  # SITE
 
 
+@case()
+class Mapped(Net):
+    """The second block sees one sample at a time: vmap hides an axis of the state in between."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.f(x)  # SITE
+        return torch.func.vmap(lambda sample: sample + self.g(sample))(x)  # SITE
+
+
 @cases_of(__name__)
 def test_found_through_layouts(case: Case) -> None:
     case.check()
+
+
+def test_no_site_of_a_stream_that_vmap_enters_is_rewritable() -> None:
+    found = resfx.find(Mapped().eval(), (torch.randn(2, 5, D),))
+    assert [site.rewritable for site in found.sites] == [False, False]
+    assert all("changes how many numbers" in (site.refused or "") for site in found.sites)

@@ -119,6 +119,61 @@ class UpdatesOfTheClassToken(Net):
         return x + self.h(x)  # SITE
 
 
+class Divided(Net):
+    """TimeSformer: the tokens are updated, then all: the second branch reads the tokens, and the class token, apart."""
+
+    def tokens(self, t: Tensor) -> Tensor:
+        return self.f(self.n(t)).mean(1, keepdim=True) + self.f(t)
+
+    def all(self, first: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.g(t) * self.m(first)
+        return y.mean(1, keepdim=True), y
+
+
+@case()
+class DividedJoinedFirst(Divided):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = torch.cat([x[:, :1], x[:, 1:] + self.tokens(x[:, 1:])], 1)  # SITE x2
+            x = x + torch.cat(self.all(x[:, :1], x[:, 1:]), 1)  # SITE x2
+            x = x + self.h(x)  # SITE x2
+        return x
+
+
+@same_as(lambda: DividedJoinedFirst)
+@case()
+class DividedJoinedLast(Divided):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            t = x[:, 1:] + self.tokens(x[:, 1:])  # SITE x2
+            first = x[:, 0].unsqueeze(1)
+            update = self.all(first, t)
+            x = torch.cat([first, t], 1) + torch.cat(update, 1)  # SITE x2
+            x = x + self.h(x)  # SITE x2
+        return x
+
+
+@case()
+class DividedViewed(Divided):
+    """A view of the tokens needs them packed in memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = x[:, 1:] + self.f(x[:, 1:])  # SITE
+        y = self.g(t.view(-1, D)).view(t.shape)
+        x = torch.cat([x[:, :1], t], 1) + torch.cat([y[:, :1], y], 1)  # SITE
+        return x + self.h(x)  # SITE
+
+
+@case()
+class DividedTurned(Divided):
+    """The state is not put back as it was, so the second sum adds to something else than what its branch reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = x[:, 1:] + self.f(x[:, 1:])  # SITE
+        y = self.g(t)
+        return torch.cat([t, x[:, 1:2]], 1) + torch.cat([y[:, :1], y], 1)  # MISS structure: computed from another
+
+
 @case(streams=2)
 class PartsTurned(Net):
     """The updated part comes back in another place: no state that goes on."""
@@ -150,6 +205,14 @@ def test_both_spellings_are_rewritten_alike(model: type[nn.Module], plain: type[
     after = [result(*inputs) for result in results]
     torch.testing.assert_close(after[0], after[1], atol=1e-5, rtol=1e-5)
     assert not torch.allclose(after[0], before[0], atol=1e-3)
+
+
+def test_what_reads_a_view_of_the_updated_part_still_can() -> None:
+    model, inputs = DividedViewed().eval(), _case(DividedViewed).inputs()
+    result = resfx.rewrite(model, resfx.DeltaAttention(), inputs, warm_start=True).eval()
+    torch.testing.assert_close(result(*inputs), model(*inputs))
+    perturb(result)
+    assert not torch.allclose(result(*inputs), model(*inputs), atol=1e-3)
 
 
 def test_a_part_that_comes_back_elsewhere_is_refused() -> None:

@@ -265,6 +265,26 @@ class ConvexGateFused(Net):
 
 
 @case(streams=0)
+class ConvexGateIntoTheBranch(Net):
+    """The gate weighs what the branch reads too: `1 - gate` is no state that the input scales."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.h(x).sigmoid()
+        return (1 - gate) * x + self.f(gate * x)  # MISS structure: gated mix
+
+
+@case(streams=0)
+class ShiftedGates(Net):
+    """A product of two varying values is no scaled state, however it is shifted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x + 1) * self.h(x).sigmoid() + self.f(x)  # MISS structure: computed from another
+        x = torch.addcmul(self.b, x, self.h(x).sigmoid()) + self.f(x)  # MISS structure: computed from another
+        x = torch.addcmul(self.b, x, x) + self.f(x)
+        return (0.5 - x.square()) * self.a + self.f(x)  # MISS structure: computed from another
+
+
+@case(streams=0)
 class Lerp(Net):
     def forward(self, x: Tensor) -> Tensor:
         return torch.lerp(x, self.f(x), self.h(x).sigmoid())

@@ -115,6 +115,16 @@ def test_print(residuals: resfx.ResidualMap) -> None:
     assert max(len(line) for line in text.splitlines()) <= 140
 
 
+@pytest.mark.parametrize(("depth", "rows"), [(3, [False, False, True]), (30, [False, True])])
+def test_print_tells_which_sites_a_rewrite_left_plain(depth: int, rows: list[bool]) -> None:
+    model, inputs = Model(depth).eval(), (torch.randn(2, 5, D),)
+    some = resfx.rewrite(model, resfx.Review(), inputs, select=lambda site: site.index < 2).residual_map
+    assert some.to_dict()["chosen"] == {"0": [0, 1]}
+    table = [line for line in str(some).splitlines() if "test_report.py" in line]
+    assert ["left as it was" in line for line in table] == rows
+    assert "left as it was" not in str(resfx.rewrite(model, resfx.Review(), inputs).residual_map)
+
+
 def test_print_of_many_sites_gathers_equal_ones() -> None:
     text = str(found(depth=30))
     assert "0..29 (30)" in text

@@ -100,3 +100,24 @@ class SeveralSteps(nn.Module):
 def test_several_steps_that_follow_the_mode_are_refused() -> None:
     with pytest.raises(resfx.ResfxError, match=r"several steps on the state at `root`, .*test_hostile_modes.py:96"):
         resfx.rewrite(SeveralSteps(), resfx.Standard(), (torch.randn(2, 5, 8),))
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_rewrite_inside_inference_mode_can_be_trained(copy: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Branch("plain"), Branch("plain"))
+    with torch.inference_mode():
+        x = torch.randn(2, 5, 8)
+        assert len(resfx.find(model, (x,)).sites) == 2
+        result = resfx.rewrite(model, resfx.DeltaAttention(), (x,), copy=copy, warm_start=True)
+        torch.testing.assert_close(result(x), model(x))
+    result(x.clone()).sum().backward()
+    assert all(parameter.grad is not None for parameter in result.parameters())
+
+
+def test_a_model_made_inside_inference_mode_is_copied_or_refused() -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(Branch("plain"), Branch("plain"))
+    with pytest.raises(resfx.CaptureError, match=r"`0\.f\.weight` was made inside torch\.inference_mode\(\)"):
+        resfx.rewrite(model, resfx.DeltaAttention(), (torch.randn(2, 5, 8),), copy=False)
+    assert len(resfx.rewrite(model, resfx.DeltaAttention(), (torch.randn(2, 5, 8),)).residual_map.sites) == 2
