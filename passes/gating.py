@@ -50,7 +50,7 @@ def competitive(streams: Sequence[Tensor], w_beta: Tensor, forget: Tensor, eps: 
 def written(
     gate: Gate,
     streams: Sequence[Tensor],
-    update: Sequence[Tensor],
+    update: tuple[Tensor, Tensor, Tensor],
     eps: float,
     dim: int,
     dtype: torch.dtype,
@@ -62,15 +62,21 @@ def written(
     two writes then read the streams twice and write them once.
     """
     if before and compiling() and not needs_gradients([*streams, *update]):
-        older, *earlier = before
-        streams = _mixed(gate, [not_before(s, update[0]) for s in older], earlier, eps, dim, streams[0].dtype)
-    return _mixed(gate, streams, update, eps, dim, dtype)
+        older = [not_before(s, update[0]) for s in before[0]]
+        streams = _mixed(gate, older, *before[1:], eps, dim, streams[0].dtype)
+    return _mixed(gate, streams, *update, eps, dim, dtype)
 
 
 def _mixed(
-    gate: Gate, streams: Sequence[Tensor], update: Sequence[Tensor], eps: float, dim: int, dtype: torch.dtype
+    gate: Gate,
+    streams: Sequence[Tensor],
+    u: Tensor,
+    w_beta: Tensor,
+    other: Tensor,
+    eps: float,
+    dim: int,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
-    u, w_beta, other = update
     gates = gate(streams, w_beta, other, eps, dim)
     return [stored(((1 - b) * s + b * u).to(dtype)) for s, b in zip(streams, gates, strict=True)]
 

@@ -9,11 +9,9 @@ Source: Multi-Gate Residuals, arXiv 2605.23259.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor
 from torch.fx import Node
 
 from resfx.passes import ops
@@ -106,7 +104,6 @@ class _MultiGate(StreamState):
         n = len(self.streams)
         inverse = form.inverse_gate(self.sites - form.streams + 1)
         w_beta = stage.parameter(site, "w_beta", ParameterSpec((stage.size,)))
-        write: Callable[..., list[Tensor]]
         if form.gate == "independent":
             write, gate = ops.independent_mix, ("b_beta", ParameterSpec((n,), fill=-math.log(inverse - 1)))
         else:
