@@ -8,18 +8,14 @@ stored, in their own dtype: one fused pass of a write reads each of them once an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from resfx.passes.routing import needs_gradients
 from resfx.passes.statistics import along, inverse_rms, list_softmax, wide
-from resfx.passes.stored import compiling, not_before, stored, stored_to_train
-
-Gate = Callable[[Sequence[Tensor], Tensor, Tensor, float, int], list[Tensor]]
+from resfx.passes.stored import stored, stored_to_train
 
 
 def pooled(streams: Sequence[Tensor], w_alpha: Tensor, eps: float, dim: int, dtype: torch.dtype) -> Tensor:
@@ -47,37 +43,8 @@ def competitive(streams: Sequence[Tensor], w_beta: Tensor, forget: Tensor, eps: 
     return list_softmax([first, *logits])[1:]
 
 
-def written(
-    gate: Gate,
-    streams: Sequence[Tensor],
-    update: tuple[Tensor, Tensor, Tensor],
-    eps: float,
-    dim: int,
-    dtype: torch.dtype,
-    before: tuple[Any, ...],
-) -> list[Tensor]:
-    """(1 - b_i) s_i + b_i u, b = gate(s, w_beta, ..), in `dtype`; `update`: u, w_beta and the gate's other parameter.
-
-    `before`: the streams and the update of the write that made `streams`, or nothing. A compiled inference makes them of those once more:
-    two writes then read the streams twice and write them once.
-    """
-    if before and compiling() and not needs_gradients([*streams, *update]):
-        older = [not_before(s, update[0]) for s in before[0]]
-        streams = _mixed(gate, older, *before[1:], eps, dim, streams[0].dtype)
-    return _mixed(gate, streams, *update, eps, dim, dtype)
-
-
-def _mixed(
-    gate: Gate,
-    streams: Sequence[Tensor],
-    u: Tensor,
-    w_beta: Tensor,
-    other: Tensor,
-    eps: float,
-    dim: int,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    gates = gate(streams, w_beta, other, eps, dim)
+def mixed(streams: Sequence[Tensor], u: Tensor, gates: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """(1 - b_i) s_i + b_i u, in `dtype`."""
     return [stored(((1 - b) * s + b * u).to(dtype)) for s, b in zip(streams, gates, strict=True)]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch.fx import Node
 
@@ -73,7 +73,6 @@ class _MultiGate(StreamState):
         super().__init__(stage)
         self.form = form
         self.streams = [h0]
-        self.before: tuple[Any, ...] = ()  # of every second mixing write: what the one before it was given
         self.sites = len(stage.stream.sites)
 
     def write(self, site: Site, h: Node, u: Node) -> Node | None:
@@ -92,11 +91,9 @@ class _MultiGate(StreamState):
         self.side(u)  # the weights sum to 1: the pool moves by u, as the state does
 
     def scale(self, factor: float | Node, divide: bool) -> None:
-        self.before = ()
         self.streams = [self.scaled(stream, factor, divide) for stream in self.streams]
 
     def side(self, c: Node) -> None:
-        self.before = ()
         self.streams = [self.stage.call(ops.accumulate, stream, c, self.streams[0]) for stream in self.streams]
 
     def _mix(self, site: Site, h: Node, u: Node) -> None:
@@ -104,12 +101,11 @@ class _MultiGate(StreamState):
         n = len(self.streams)
         inverse = form.inverse_gate(self.sites - form.streams + 1)
         w_beta = stage.parameter(site, "w_beta", ParameterSpec((stage.size,)))
+        streams, rest = list(self.streams), (form.eps, stage.dim, self.dtype_beside(h, self.streams[0]))
         if form.gate == "independent":
-            write, gate = ops.independent_mix, ("b_beta", ParameterSpec((n,), fill=-math.log(inverse - 1)))
+            b_beta = stage.parameter(site, "b_beta", ParameterSpec((n,), fill=-math.log(inverse - 1)))
+            mixed = stage.call(ops.independent_mix, streams, u, w_beta, b_beta, *rest)
         else:
-            write, gate = ops.competitive_mix, ("forget", ParameterSpec((1,), fill=math.log(inverse - n)))
-        given = (list(self.streams), u, w_beta, stage.parameter(site, *gate))
-        dtype = self.dtype_beside(h, self.streams[0])
-        mixed = stage.call(write, *given, form.eps, stage.dim, dtype, self.before)
-        self.before = () if self.before else given
+            forget = stage.parameter(site, "forget", ParameterSpec((1,), fill=math.log(inverse - n)))
+            mixed = stage.call(ops.competitive_mix, streams, u, w_beta, forget, *rest)
         self.streams = [stage.call(ops.pick, mixed, index) for index in range(n)]

@@ -164,12 +164,15 @@ def grouped_delta_read(
 
 def block_change(h: Tensor, since: Tensor) -> Tensor:
     """h - since: what a block made of the state that it began with. Both are needed again, by the next block."""
-    return stored(h) - stored(since)
+    return kept(h) - kept(since)
 
 
 def kept(h: Tensor) -> Tensor:
-    """`h`, which a compiler writes to memory: else every read adds it up anew from the updates since."""
-    return stored(h)
+    """`h`, which a compiled inference writes to memory: else every read adds it up anew from the updates since.
+
+    In training it would be kept for the backward.
+    """
+    return h if h.requires_grad else stored(h)
 
 
 def single_read(h: Tensor, source: Tensor) -> Tensor:
@@ -289,15 +292,11 @@ def independent_mix(
     eps: float,
     dim: int,
     dtype: torch.dtype | None = None,
-    before: tuple[Any, ...] = (),
 ) -> list[Tensor]:
-    """s_i <- (1 - b_i) s_i + b_i u, b_i = sigmoid(w_beta . rms(s_i) / sqrt(D) + b_beta_i). Dtype as in `pool`.
-
-    `before`: streams, u, w_beta and b_beta of the write that made `streams`, see `gating.written`.
-    """
+    """s_i <- (1 - b_i) s_i + b_i u, b_i = sigmoid(w_beta . rms(s_i) / sqrt(D) + b_beta_i). Dtype as in `pool`."""
     with full_precision(u):
-        update = u, w_beta, b_beta
-        return gating.written(gating.independent, streams, update, eps, dim, dtype or streams[0].dtype, before)
+        gates = gating.independent(streams, w_beta, b_beta, eps, dim)
+        return gating.mixed(streams, u, gates, dtype or streams[0].dtype)
 
 
 @_example(_like_streams)
@@ -309,15 +308,14 @@ def competitive_mix(
     eps: float,
     dim: int,
     dtype: torch.dtype | None = None,
-    before: tuple[Any, ...] = (),
 ) -> list[Tensor]:
     """s_i <- (1 - b_i) s_i + b_i u, b = softmax([forget, w_beta . rms(s_1) / sqrt(D), ..]) without its first entry.
 
-    Dtype as in `pool`, `before` as in `independent_mix`.
+    Dtype as in `pool`.
     """
     with full_precision(u):
-        update = u, w_beta, forget
-        return gating.written(gating.competitive, streams, update, eps, dim, dtype or streams[0].dtype, before)
+        gates = gating.competitive(streams, w_beta, forget, eps, dim)
+        return gating.mixed(streams, u, gates, dtype or streams[0].dtype)
 
 
 def pick(values: Sequence[Tensor], index: int) -> Tensor:

@@ -52,42 +52,6 @@ def test_a_write_of_multi_gate(backend: str | None) -> None:
         assert relative(ours(*tensors), expected) < 1e-12
 
 
-def two_writes(w_alpha: Tensor, w_beta: Tensor, b_beta: Tensor, u: Tensor, *streams: Tensor) -> Tensor:
-    """As MultiGate emits every second mixing write: it is given what the one before it was given."""
-    first = (list(streams), u, w_beta, b_beta)
-    mixed = ops.independent_mix(*first, EPS, -1)
-    again = ops.independent_mix(mixed, u + mixed[1], 2 * w_beta, b_beta, EPS, -1, None, first)
-    return torch.cat([ops.pool(mixed, w_alpha, EPS, -1), *again])
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_the_streams_of_a_write_are_made_again_in_inference(backend: str) -> None:
-    tensors = inputs()
-    expected = two_writes(*tensors)
-    compiled = torch.compile(two_writes, backend=backend, fullgraph=True)
-    g = torch.randn_like(expected)
-    found, wanted = (torch.autograd.grad(value, tensors, g) for value in (compiled(*tensors), expected))
-    assert all(relative(a, e) < 1e-11 for a, e in zip(found, wanted, strict=True))
-    with torch.no_grad():
-        assert relative(compiled(*tensors), expected) < 1e-12
-
-
-def test_they_are_not_made_again_in_training() -> None:
-    graphs: list[torch.fx.GraphModule] = []
-
-    def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
-    tensors = inputs()
-    compiled = torch.compile(two_writes, backend=keep, fullgraph=True)
-    compiled(*tensors)
-    with torch.no_grad():
-        compiled(*tensors)
-    training, inference = (sum("not_before" in str(node.target) for node in graph.graph.nodes) for graph in graphs)
-    assert (training, inference) == (0, len(tensors) - 4)
-
-
 def test_outside_of_a_compiler_nothing_happens() -> None:
     x = torch.randn(3, requires_grad=True)
     assert stored(x) is x
