@@ -160,5 +160,5 @@ class _Block(_Sublayer):
         self.open -= {site.index}
         # The published code subtracts the last source of its list, not the state where the block began.
         since = self.sources[-1] if self.form.official_sources else self.boundary
-        self.sources.append(self.stage.call(ops.block_change, h, since))
+        self.sources.append(self.stage.call(ops.subtract, h, since))
         self.boundary = h

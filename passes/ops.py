@@ -162,11 +162,6 @@ def grouped_delta_read(
         return mixture(own, query, key_norm, eps, dim, dtype=h.dtype, onto=h, older=older)
 
 
-def block_change(h: Tensor, since: Tensor) -> Tensor:
-    """h - since: what a block made of the state that it began with. Both are needed again, by the next block."""
-    return kept(h) - kept(since)
-
-
 def kept(h: Tensor) -> Tensor:
     """`h`, which a compiled inference writes to memory: else every read adds it up anew from the updates since.
 
