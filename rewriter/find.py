@@ -15,6 +15,7 @@ from resfx.patterns import ResidualMap, search
 from resfx.provenance import already, forms_of, rewritten_forms
 
 
+@torch.inference_mode(False)  # a capture follows gradients
 def find(
     model: nn.Module,
     args: Sequence[Any] = (),
@@ -31,18 +32,17 @@ def find(
     traced is searched part by part, as the map's notes say. Errors: NotAModule, CaptureError, DynamicDimSpecialized.
     """
     check_module(model)
-    with torch.inference_mode(False):
-        call = example_call(args, kwargs)
-        try:
-            flat = capture(model, *call, dynamic_shapes=dynamic_shapes, frontend=frontend)
-            found = search(flat.graph_module, unweighted=unweighted)
-            if flat.untraced is not None and not found.streams:
-                raise flat.untraced
-        except CaptureError as error:
-            parts = parts_of(model, *call, unweighted) if dynamic_shapes is None and frontend == "export" else []
-            if not parts:
-                raise
-            return _map_of(model, parts, error)
+    call = example_call(args, kwargs)
+    try:
+        flat = capture(model, *call, dynamic_shapes=dynamic_shapes, frontend=frontend)
+        found = search(flat.graph_module, unweighted=unweighted)
+        if flat.untraced is not None and not found.streams:
+            raise flat.untraced
+    except CaptureError as error:
+        parts = parts_of(model, *call, unweighted) if dynamic_shapes is None and frontend == "export" else []
+        if not parts:
+            raise
+        return _map_of(model, parts, error)
     modules = tuple(path for path, _ in model.named_modules(remove_duplicate=False))
     notes = capture_notes(flat)
     earlier = rewritten_forms(flat.graph)

@@ -40,6 +40,7 @@ class Call:
     frontend: str = "export"
 
 
+@torch.inference_mode(False)  # what is copied and added has gradients, wherever it was made
 def rewrite(
     model: nn.Module,
     form: Form,
@@ -65,32 +66,31 @@ def rewrite(
     Errors: NoResidualFound (with the near misses), RewriteError, SelectionError, FormError, CaptureError and its kin.
     """
     _check(model, form)
-    with torch.inference_mode(False):  # what is copied and added has gradients, wherever it was made
-        call = Call(*example_call(args, kwargs), dynamic_shapes, frontend)
-        source = copied(model) if copy else model
-        earlier = source.origin.plans if isinstance(source, Rewritten) else ()
-        plain = source.origin.model if isinstance(source, Rewritten) else source
+    call = Call(*example_call(args, kwargs), dynamic_shapes, frontend)
+    source = copied(model) if copy else model
+    earlier = source.origin.plans if isinstance(source, Rewritten) else ()
+    plain = source.origin.model if isinstance(source, Rewritten) else source
 
-        def plans(found: Sequence[Stream]) -> list[Plan]:
-            taken = [plan.stream.index for plan in earlier]
-            return [*earlier, *stream_plans(found, form, select, streams, warm_start, taken)]
+    def plans(found: Sequence[Stream]) -> list[Plan]:
+        taken = [plan.stream.index for plan in earlier]
+        return [*earlier, *stream_plans(found, form, select, streams, warm_start, taken)]
 
-        insist = streams is not None or select is not None
+    insist = streams is not None or select is not None
+    try:
+        result = rewrite_by(plain, call, plans, insist=insist)
+    except CaptureError as error:
+        whole = isinstance(source, Rewritten) or dynamic_shapes is not None or frontend != "export"
+        parts = [] if whole else parts_of(source, call.args, call.kwargs)
+        if not parts:
+            raise
+        wish = Wish(form, select, streams, warm_start)
         try:
-            result = rewrite_by(plain, call, plans, insist=insist)
-        except CaptureError as error:
-            whole = isinstance(source, Rewritten) or dynamic_shapes is not None or frontend != "export"
-            parts = [] if whole else parts_of(source, call.args, call.kwargs)
-            if not parts:
-                raise
-            wish = Wish(form, select, streams, warm_start)
-            try:
-                return rewrite_parts(source, (call.args, call.kwargs), parts, wish, _rewrite_part, error)
-            except CaptureError:
-                raise error from error.__cause__  # what stopped the whole stops a part too
-        if isinstance(source, Rewritten):
-            carry_over(source, result)
-        return result
+            return rewrite_parts(source, (call.args, call.kwargs), parts, wish, _rewrite_part, error)
+        except CaptureError:
+            raise error from error.__cause__  # what stopped the whole stops a part too
+    if isinstance(source, Rewritten):
+        carry_over(source, result)
+    return result
 
 
 def stream_plans(
