@@ -37,7 +37,7 @@ def groups_of(name: str) -> list[str]:
     if name in LARGE:
         return ["find"]
     rewrites = ["find", "delta", "multigate"] if in_part("ZOO_WHOLE", name) else ["quick"]
-    return [*rewrites, *(["onnx"] if name in ONNX_SAMPLE else [])]
+    return [*rewrites, *(["onnx", "multigate_onnx"] if name in ONNX_SAMPLE else [])]
 
 
 @pytest.fixture(scope="module", autouse=True)
