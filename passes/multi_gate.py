@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch.fx import Node
 
 from resfx.passes import ops
 from resfx.passes.form import AtInit, Form, Stage, StreamState
 from resfx.passes.parameters import ParameterSpec
+from resfx.passes.streams_again import streams_again
 from resfx.patterns.streams import Site, Stream
 
 
@@ -73,6 +74,7 @@ class _MultiGate(StreamState):
         super().__init__(stage)
         self.form = form
         self.streams = [h0]
+        self.before: tuple[Any, ...] = ()  # what the mixing write before was given, if that one made no streams again
         self.sites = len(stage.stream.sites)
 
     def write(self, site: Site, h: Node, u: Node) -> Node | None:
@@ -91,9 +93,11 @@ class _MultiGate(StreamState):
         self.side(u)  # the weights sum to 1: the pool moves by u, as the state does
 
     def scale(self, factor: float | Node, divide: bool) -> None:
+        self.before = ()
         self.streams = [self.scaled(stream, factor, divide) for stream in self.streams]
 
     def side(self, c: Node) -> None:
+        self.before = ()
         self.streams = [self.stage.call(ops.accumulate, stream, c, self.streams[0]) for stream in self.streams]
 
     def _mix(self, site: Site, h: Node, u: Node) -> None:
@@ -101,11 +105,16 @@ class _MultiGate(StreamState):
         n = len(self.streams)
         inverse = form.inverse_gate(self.sites - form.streams + 1)
         w_beta = stage.parameter(site, "w_beta", ParameterSpec((stage.size,)))
-        streams, rest = list(self.streams), (form.eps, stage.dim, self.dtype_beside(h, self.streams[0]))
+        mix: Any = ops.independent_mix
         if form.gate == "independent":
-            b_beta = stage.parameter(site, "b_beta", ParameterSpec((n,), fill=-math.log(inverse - 1)))
-            mixed = stage.call(ops.independent_mix, streams, u, w_beta, b_beta, *rest)
+            other = stage.parameter(site, "b_beta", ParameterSpec((n,), fill=-math.log(inverse - 1)))
         else:
-            forget = stage.parameter(site, "forget", ParameterSpec((1,), fill=math.log(inverse - n)))
-            mixed = stage.call(ops.competitive_mix, streams, u, w_beta, forget, *rest)
+            mix = ops.competitive_mix
+            other = stage.parameter(site, "forget", ParameterSpec((1,), fill=math.log(inverse - n)))
+        streams: Any = list(self.streams)
+        update, rest = (u, w_beta, other), (form.eps, stage.dim)
+        if self.before:
+            streams = stage.call(streams_again, streams, *self.before, u)
+        self.before = () if self.before else (form.gate, streams, *update, *rest)
+        mixed = stage.call(mix, streams, *update, *rest, self.dtype_beside(h, self.streams[0]))
         self.streams = [stage.call(ops.pick, mixed, index) for index in range(n)]

@@ -13,9 +13,14 @@ import torch
 from torch import Tensor
 
 
+def compiling() -> bool:
+    """Whether a compiler takes what runs now; an exporter is none."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+
+
 def stored(x: Tensor) -> Tensor:
     """`x`, written once in its own dtype, and so its gradient."""
-    if not _compiling():
+    if not compiling():
         return x
     kept: Tensor = torch.ops.resfx.stored(x)
     return kept
@@ -26,8 +31,15 @@ def stored_to_train(x: Tensor) -> Tensor:
     return stored(x) if x.requires_grad else x
 
 
-def _compiling() -> bool:
-    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+def not_before(x: Tensor, other: Tensor) -> Tensor:
+    """`x`, for something that is computed only where `other` [like `x`] is at hand.
+
+    A value of its own: what a compiler has computed of `x` before is computed again, where that takes less than to store and read it.
+    """
+    if not compiling():
+        return x
+    held: Tensor = torch.ops.resfx.not_before(x, other)
+    return held
 
 
 @torch.library.custom_op("resfx::stored", mutates_args=())
@@ -47,16 +59,44 @@ def _(info: Any, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | N
     return torch.ops.resfx.stored(x), in_dims[0]
 
 
+@torch.library.custom_op("resfx::not_before", mutates_args=())
+def _not_before(x: Tensor, other: Tensor) -> Tensor:
+    return x.clone()
+
+
+@_not_before.register_fake
+def _(x: Tensor, other: Tensor) -> Tensor:
+    _tell_inductor()
+    return torch.empty_like(x)
+
+
+@_not_before.register_vmap
+def _(info: Any, in_dims: tuple[int | None, int | None], x: Tensor, other: Tensor) -> tuple[Tensor, int | None]:
+    return x.clone(), in_dims[0]
+
+
 @functools.cache
 def _tell_inductor() -> None:
-    """What the operator is to Inductor: its argument, as a buffer. There is no public name for that; asked for at the first graph, to
-    keep `import resfx` light."""
+    """What the operators are to Inductor: their argument, as a buffer, or read from there beside the other one. There is no public name for
+    that; asked for at the first graph, to keep `import resfx` light."""
+    from torch._inductor.ir import Pointwise
     from torch._inductor.lowering import register_lowering
 
     @register_lowering(torch.ops.resfx.stored.default, type_promotion_kind=None)
     def realize(x: Any) -> Any:
         x.realize()
         return x
+
+    @register_lowering(torch.ops.resfx.not_before.default, type_promotion_kind=None)
+    def hold(x: Any, other: Any) -> Any:
+        x.realize()
+        load, wait = x.make_loader(), other.make_loader()
+
+        def inner(index: Any) -> Any:
+            wait(index)
+            return load(index)
+
+        return Pointwise.create(device=x.get_device(), dtype=x.get_dtype(), inner_fn=inner, ranges=x.get_size())
 
 
 def _to_gradient(ctx: Any, g: Tensor) -> Tensor:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from passes_toys import relative
 from torch import Tensor
 
-from resfx.passes import ops
+from resfx.passes import group_kernels, ops
 from resfx.passes.statistics import list_softmax
 from resfx.passes.stored import stored, stored_to_train
+from resfx.passes.streams_again import streams_again
 
 EPS = 1e-6
 
@@ -50,6 +53,42 @@ def test_a_write_of_multi_gate(backend: str | None) -> None:
         assert relative(a, e) < 1e-11
     with torch.no_grad():
         assert relative(ours(*tensors), expected) < 1e-12
+
+
+def on_a_gpu(x: Tensor) -> bool:
+    """A function, for Dynamo looks into it."""
+    return True
+
+
+def two_writes(w_alpha: Tensor, w_beta: Tensor, other: Tensor, u: Tensor, *streams: Tensor, gate: str) -> Tensor:
+    """As MultiGate emits them: every second mixing write makes the streams of the one before again."""
+    mix = ops.independent_mix if gate == "independent" else ops.competitive_mix
+    mixed, later = mix(streams, u, w_beta, other, EPS, -1), u.sin()
+    again = streams_again(mixed, gate, streams, u, w_beta, other, EPS, -1, later)
+    return torch.cat([ops.pool(mixed, w_alpha, EPS, -1), *mix(again, later, 2 * w_beta, other, EPS, -1)])
+
+
+@pytest.mark.parametrize("gate", ["independent", "competitive"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_the_streams_of_a_write_are_made_again_in_an_inference_on_a_gpu(backend: str, gate: str) -> None:
+    w_alpha, w_beta, other, *rest = inputs()
+    tensors = (w_alpha, w_beta, other if gate == "independent" else other[:1], *rest)
+    expected = two_writes(*tensors, gate=gate)
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, given: list[Tensor]) -> object:
+        graphs.append(sum("not_before" in str(node.target) for node in graph.graph.nodes))
+        return torch._dynamo.lookup_backend(backend)(graph, given)
+
+    compiled = torch.compile(two_writes, backend=keep, fullgraph=True)
+    with mock.patch.object(group_kernels, "runs_on", on_a_gpu):
+        actual = compiled(*tensors, gate=gate)
+        with torch.no_grad():
+            assert relative(compiled(*tensors, gate=gate), expected) < 1e-12
+    assert graphs == [0, 3]
+    g = torch.randn_like(expected)
+    for a, e in zip(torch.autograd.grad(actual, tensors, g), torch.autograd.grad(expected, tensors, g), strict=True):
+        assert relative(a, e) < 1e-11
 
 
 def test_outside_of_a_compiler_nothing_happens() -> None:
