@@ -18,7 +18,11 @@ from resfx.patterns.streams import Site
 
 @dataclass(frozen=True)
 class Highway(Form):
-    """`convex`: the gate also closes the state; `tied`: executions of one branch share their gate."""
+    """What a branch writes is multiplied by a learned gate per channel, of the state alone.
+
+    `convex`: the state is multiplied by what the gate leaves. `tied`: a branch that runs several times (shared weights) has one gate for
+    all of its runs.
+    """
 
     convex: bool = False
     tied: bool = False

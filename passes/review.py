@@ -20,7 +20,10 @@ from resfx.patterns.streams import Site
 
 @dataclass(frozen=True)
 class Review(Form):
-    """`eps` of the rms in the gate; `tied`: executions of one branch share their gate."""
+    """What a branch writes is multiplied by a learned gate per channel, of the state and of itself.
+
+    `eps`: of the rms in the gate. `tied`: a branch that runs several times (shared weights) has one gate for all of its runs.
+    """
 
     eps: float = 1e-5
     tied: bool = False

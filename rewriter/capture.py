@@ -6,6 +6,7 @@ that second flat graph, and folds every leaf module into one `call_module` of th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -84,6 +85,7 @@ def capture(
     """
     module = check_module(model)
     arguments = (tuple(args), dict(kwargs or {}))
+    _refuse_unknown_keywords(module, arguments[1])
     speak_keywords(module)
     if frontend == "export":
         _refuse_inference_weights(module)
@@ -95,6 +97,18 @@ def capture(
             raise CaptureError("dynamic_shapes belongs to frontend='export'; the fx frontend leaves every size open")
         return fx_flat(module, *arguments, mode)
     raise CaptureError(f"unknown frontend {frontend!r}: choose 'export' or 'fx'")
+
+
+def _refuse_unknown_keywords(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """A misspelled name: Python itself speaks of the argument that is then missing."""
+    parameters = inspect.signature(module.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    unknown = next((name for name in kwargs if name not in parameters), None)
+    if unknown is not None:
+        raise CaptureError(
+            f"{type(module).__name__}.forward has no argument {unknown!r}; its arguments are {', '.join(parameters) or 'none'}"
+        )
 
 
 def _refuse_inference_weights(module: nn.Module) -> None:

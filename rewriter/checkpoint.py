@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from resfx.capture import check_module
+from resfx.capture import check_module, example_call
 from resfx.checkpoint_files import CheckpointError, TensorFiles, new_folder, write_tensors
 from resfx.checkpoint_record import Record, RecordedPlan, fingerprints, versions
 from resfx.passes import Plan
@@ -86,7 +86,7 @@ def load(
         )
     where = Path(os.path.abspath(os.path.expanduser(folder)))
     record, saved = Record.read(where), TensorFiles.of(where, "model")
-    call = Call(tuple(args), dict(kwargs or {}), dynamic_shapes, frontend)
+    call = Call(*example_call(args, kwargs), dynamic_shapes, frontend)
     plain = copied(original_model) if copy else original_model
     with ExitStack() as undo:
         result = _rewritten(plain, call, record, saved, _constants(where), undo)

@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -61,6 +62,10 @@ def load_model(spec: str) -> Loaded:
 def _from_program(path: Path) -> Loaded:
     if not path.is_file():
         raise UsageError(f"There is no file {path}.")
+    if _is_aoti_package(path):
+        raise UsageError(
+            f"{path} is a package of AOTInductor, which holds no graph: resfx.export.load_aoti runs it. MODEL is {_SPECS}."
+        )
     try:
         program = torch.export.load(path)
     except Exception as error:
@@ -68,6 +73,14 @@ def _from_program(path: Path) -> Loaded:
     module: Any = program.module(check_guards=False)
     # A fresh GraphModule: the program's own refuses train() and eval(), which are the same here.
     return GraphModule(module, module.graph), program.example_inputs
+
+
+def _is_aoti_package(path: Path) -> bool:
+    """Such packages and exported programs are archives of the same kind, and share the suffix."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any("/aotinductor/" in name for name in archive.namelist())
 
 
 def _from_config(folder: Path) -> Loaded:

@@ -65,7 +65,7 @@ class Source:
         typer.Option(
             "--input",
             metavar="NAME=VALUE",
-            help="name=float32[2,3,224,224], name=int64[2,16]:1000, name=file.pt, name=False; repeatable.",
+            help="name=float32[2,3,224,224], name=int64[2,16]:1000, name=file.pt, name=file.npy, name=False; repeatable.",
         ),
     ] = None
     frontend: Annotated[Frontend, one_of(Frontend, help="How to capture the graph.")] = Frontend.export

@@ -126,6 +126,11 @@ def example_failure(error: BaseException, model: nn.Module) -> CaptureError:
     )
 
 
+def call_failure(error: BaseException, model: nn.Module) -> str:
+    """What to say where the model itself fails on a call."""
+    return f"the model itself fails on this call{_told(error, model)}"
+
+
 def _told(error: BaseException, model: nn.Module) -> str:
     """Module, kind, first line and source line of `error`."""
     path, source = locate(error, model)

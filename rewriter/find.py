@@ -13,6 +13,7 @@ from resfx.captured import capture_notes
 from resfx.parts import Part, parts_note, parts_of, rejected_in
 from resfx.patterns import ResidualMap, search
 from resfx.provenance import already, forms_of, rewritten_forms
+from resfx.rewritten import is_attached
 
 
 @torch.inference_mode(False)  # a capture follows gradients
@@ -32,6 +33,8 @@ def find(
     traced is searched part by part, as the map's notes say. Errors: NotAModule, CaptureError, DynamicDimSpecialized.
     """
     check_module(model)
+    if is_attached(model):
+        raise CaptureError(f"the {type(model).__name__} is attached (resfx.attach): resfx.detach it before a search")
     call = example_call(args, kwargs)
     try:
         flat = capture(model, *call, dynamic_shapes=dynamic_shapes, frontend=frontend)

@@ -35,7 +35,8 @@ def attach(
 
     The arguments are those of `rewrite`; the example call decides streams and parameters, which are registered on the model under
     the same names (`residual.<stream>.<site>.<name>`), so that a state_dict fits both. `backend` compiles the rewritten graphs: a
-    name that torch.compile knows ("eager" for debugging), or a function. `generate`, training, adapters and saving work as before.
+    name that torch.compile knows ("eager" for debugging), or a function. `generate`, training and adapters work as before. Its
+    state_dict (what `save_pretrained` writes too) has the new parameters: build the plain model, attach, then load the state_dict.
 
     Attach before the model goes to DistributedDataParallel or an optimizer: both must see the new parameters.
     Returns what was found and changed. Errors: LiveError, FormError; NoResidualFound, SelectionError, CaptureError as in `rewrite`.

@@ -17,6 +17,7 @@ from torch import nn
 
 from resfx.attached import Attachment, is_running, running
 from resfx.environment import plain_attention
+from resfx.failure import call_failure
 from resfx.live_backend import LiveBackend
 from resfx.live_known import LiveError
 from resfx.patterns import ResfxError
@@ -93,10 +94,10 @@ def _enter(gate: LiveForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         try:
             return _checked(gate, _compiled(gate), args, kwargs)
         except Exception as error:
-            own = _own_error(error)
+            own = _own_error(error) or _failure_of_the_model(gate, error, args, kwargs)
             if own is None or own is error:
                 raise
-            raise own from error
+            raise own from (own.__cause__ or error)
 
 
 def _run_by_python(function: Callable[..., Any]) -> None:
@@ -149,6 +150,26 @@ def _own_error(error: BaseException) -> ResfxError | None:
         if isinstance(link, ResfxError):
             return link
         link = getattr(link, "inner_exception", None) or link.__cause__
+    return None
+
+
+def _failure_of_the_model(
+    gate: LiveForward, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> LiveError | None:
+    """Where Dynamo could not run an operator: what the plain model says of the same call, with its module and line."""
+    if not isinstance(error, torch._dynamo.exc.TorchRuntimeError):
+        return None
+    attachment = gate.attachment
+    attachment.active = False
+    try:
+        with torch.no_grad():
+            gate.plain(*args, **kwargs)
+    except Exception as plain:
+        own = LiveError(call_failure(plain, attachment.model))
+        own.__cause__ = plain
+        return own
+    finally:
+        attachment.active = True
     return None
 
 

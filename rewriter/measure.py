@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from resfx.capture import example_call
 from resfx.environment import training_mode
 from resfx.live import attachment_of
 from resfx.live_static import as_static
@@ -41,7 +42,7 @@ def measure(
     Parameters, their `.grad`, buffers, training flags and the state of the random generators are afterwards what they were.
     Errors: MeasureError; NoResidualFound and CaptureError for plain models.
     """
-    arguments, keywords = tuple(args), dict(kwargs or {})
+    arguments, keywords = example_call(args, kwargs)
     model = getattr(model, "_orig_mod", model)  # a compiled model: its graph is no longer to be seen from inside
     with _unchanged(model), _runner(model, arguments, keywords) as (runner, root):
         recorder = Recorder()

@@ -19,7 +19,8 @@ from resfx.folded_capture import capture_folded
 from resfx.graphed import TRAIN_REFUSAL
 from resfx.parts import parts_of
 from resfx.passes import Form, FormError, Plan
-from resfx.patterns import NoResidualFound, Searched, Stream, open_modules, refresh, search
+from resfx.patterns import NoResidualFound, Rejected, Searched, Stream, open_modules, refresh, search
+from resfx.patterns.report import counted
 from resfx.provenance import already, rewritten_forms
 from resfx.rewrite_parts import Wish, rewrite_parts
 from resfx.rewritten import Rewritten, is_attached, taken_names
@@ -133,6 +134,8 @@ def check_form(form: Any) -> None:
     hint = ""
     if isinstance(form, type) and issubclass(form, Form):
         hint = " (call the class: it takes its options)"
+    elif isinstance(form, str):
+        hint = " (a form as text is for the command line)"
     elif isinstance(form, tuple | dict | torch.Tensor):
         hint = " (the form comes before the example call)"
     raise FormError(f"expected a residual form such as resfx.DeltaAttention(), got {got}{hint}")
@@ -233,8 +236,14 @@ def nothing_found(found: Searched) -> str:
     if not found.rejected:
         return "no residual connection found: the graph has no sum of two computed terms"
     nearest = found.rejected[:3]
-    lines = "; ".join(f"{r.source or r.node.name}: {r.reason}" for r in nearest)
-    return f"no residual connection found; {len(found.rejected)} sums came near: {lines}"
+    lines = "; ".join(f"{_place(r)}: {r.reason}" for r in nearest)
+    came = f"{counted(len(found.rejected), 'sum')} came near: {lines}"
+    return f"no residual connection found; {came}. `explain(PATH)` of find's map tells of every sum in a module why it is none."
+
+
+def _place(rejected: Rejected) -> str:
+    at = rejected.source or rejected.node.name
+    return f"module `{rejected.path}`, {at}" if rejected.path else at
 
 
 def _apply(

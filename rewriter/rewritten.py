@@ -112,7 +112,16 @@ class Rewritten(GraphedModule):
     def __getattr__(self, name: str) -> Any:
         if name in _PASSED_THROUGH and "_origin" in self.__dict__:
             return getattr(self._origin.model, name)
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            kind = type(self._origin.model) if "_origin" in self.__dict__ else nn.Module
+            if not hasattr(kind, name):
+                raise
+            raise AttributeError(
+                f"a rewritten model has no {name}: it is {kind.__name__}'s own, and this one holds no more of it than its forward."
+                f" resfx.attach(model, form, args) rewrites the {kind.__name__} in place, all of its methods included"
+            ) from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rewritten:
         own = {name: self.__dict__.pop(name) for name in _OWN}  # they hold nodes of a graph, which can't be copied

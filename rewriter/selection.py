@@ -32,8 +32,12 @@ def chosen_streams(found: Sequence[Stream], streams: Streams, taken: Sequence[in
         if index in taken:
             raise SelectionError(f"stream {index} is rewritten already; resfx.revert gives the plain model back")
         if index not in range(len(found)):
-            raise SelectionError(f"there is no stream {index}; the model has {len(found)}: 0 to {len(found) - 1}")
+            raise SelectionError(f"there is no stream {index}; the model has {_known(len(found))}")
     return wanted
+
+
+def _known(streams: int) -> str:
+    return "stream 0 alone" if streams == 1 else f"{streams} streams, 0 to {streams - 1}"
 
 
 def predicate(select: Select) -> Callable[[Site], bool] | None:

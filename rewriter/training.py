@@ -31,6 +31,8 @@ def parameter_groups(
 
         optimizer = torch.optim.AdamW(resfx.parameter_groups(model, lr=3e-4, residual_lr=1e-3))
 
+    Each group has its own `weight_decay`, so that the optimizer's argument of that name reaches none: give it here.
+
     Every parameter with `requires_grad` is in exactly one group, a shared one once; empty groups are left out.
 
     - "residual": what a rewrite added, at `residual_lr` (`lr` where it is None), without decay: queries, key norms, gates, biases,
