@@ -22,6 +22,7 @@ from resfx.environment import capturing
 from resfx.export.quiet import quiet_failure
 from resfx.export_route import Unlifted, input_guards, unlift
 from resfx.failure import capture_failure, forget, is_data_dependent, is_unknown_output
+from resfx.foreign_draws import refused_draws
 from resfx.guards import fixed_size, parameter_dtypes
 from resfx.signature import CallSignature, Constant, Items, Template, forward_signature, input_templates, slot_labels
 from resfx.verify import computes_the_same, example_run, has_numbers
@@ -57,7 +58,7 @@ def export_flat(
         raise capture_failure(error, model, "export") from error
     asked = asked_dims(dynamic_shapes, parameters, args, kwargs)
     seen_checkpoints: list[str] = []
-    with capturing(model, mode, seen_checkpoints), libraries.without_cache(model) as uncached:
+    with capturing(model, mode, seen_checkpoints), refused_draws(), libraries.without_cache(model) as uncached:
         tries = (
             [replace(only, grown=False)]
             if only is not None

@@ -81,9 +81,11 @@ class _Functionalizer:
     def run(self) -> None:
         if not any(written_arguments(node) for node in self.graph.nodes):
             return
-        for node in list(self.graph.nodes):
-            # Asked before the arguments move on to newer values, which share no memory with this node's fake value.
-            source = source_of(node)
+        nodes = list(self.graph.nodes)
+        # Asked before the arguments move on to newer values, which share no memory with their readers' fake values.
+        sources = {node: source_of(node) for node in nodes}
+        for node in nodes:
+            source = self._now(sources[node], node)
             key = view_key(node, source) if source is not None else ()
             replacements = self._refresh(node) if self.versions else {}
             written = written_arguments(node)
@@ -94,6 +96,12 @@ class _Functionalizer:
                 self.shown_of[node] = replacements.get(source, source)
             self._register(node, source, key)
         self.graph.lint()
+
+    def _now(self, source: fx.Node | None, node: fx.Node) -> fx.Node | None:
+        """What `node` looks into, once `source` has got another name."""
+        while source in self.result.replaced:
+            source = self.result.replaced[source]
+        return source if source is None or source in node.all_input_nodes else source_of(node)
 
     def _register(self, node: fx.Node, source: fx.Node | None = None, key: ViewKey = ()) -> None:
         if source is None or source not in self.views:
@@ -162,8 +170,12 @@ class _Functionalizer:
         if self._copies_itself(node, view):
             self._forward(node, view)
             return
+        given = node.args[1] if node.target is aten.copy_.default else None
         with self.graph.inserting_before(node):
             new = self._functional(node, target)
+            # Who reads the result of copy_ reads the target, and what is written to it later.
+            if new is not None and new is given and node.users:
+                new = self._copy_of(node, new)
             whole = new if new is None else self._put_back(view, new)
         if new is None or whole is None:
             self._keep(node, written)
@@ -174,8 +186,11 @@ class _Functionalizer:
         self.versions.setdefault(view.base, []).append(whole)
         version = len(self.versions[view.base])
         self.result.shown[(view.base, view.keys, version)] = new
-        self.views[whole] = _View(view.base, (), (), version)
-        self.views[new] = _View(view.base, view.nodes, view.keys, version)
+        # A value that copy_ was given stays itself: it is no view of what it was copied into.
+        if whole is not given:
+            self.views[whole] = _View(view.base, (), (), version)
+        if new is not given:
+            self.views[new] = _View(view.base, view.nodes, view.keys, version)
         self.result.writes[new] = view.base
         self._forward(node, self.views[written[0]])
         if view.base.op == "placeholder":
@@ -275,6 +290,11 @@ class _Functionalizer:
             value = self.graph.call_function(aten.expand_as.default, (value, target))
             self._fill_meta(value, node)
         return value
+
+    def _copy_of(self, node: fx.Node, value: fx.Node) -> fx.Node:
+        clone = self.graph.call_function(aten.clone.default, (value,))
+        self._fill_meta(clone, node)
+        return clone
 
     def _fill_meta(self, new: fx.Node, like: fx.Node) -> None:
         for key in like.meta:

@@ -17,9 +17,27 @@ from resfx.twins import fake_result
 aten = torch.ops.aten
 
 
+_METHODS = {
+    "copy_": aten.copy_.default,
+    "narrow": aten.narrow.default,
+    "select": aten.select.int,
+    "transpose": aten.transpose.int,
+    "t": aten.t.default,
+    "unsqueeze": aten.unsqueeze.default,
+}
+
+
 def spell_out_indexing(graph: fx.Graph) -> None:
-    """Replace basic indexing of tensors, reads and assignments, in place."""
+    """Replace basic indexing of tensors, reads and assignments, in place; the methods that torch.export would spell so too."""
     for node in list(graph.nodes):
+        operator_of = _METHODS.get(str(node.target)) if node.op == "call_method" else None
+        if operator_of is not None and not node.kwargs and _is_tensor(node.all_input_nodes[0]):
+            with graph.inserting_before(node):
+                new = _call(graph, node, operator_of, node.args)
+            new.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+            continue
         if node.op != "call_function" or node.target not in (operator.getitem, operator.setitem):
             continue
         steps = _steps(node)

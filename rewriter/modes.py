@@ -1,4 +1,4 @@
-"""Glue that differs between train and eval becomes a small module that follows `.training`.
+"""Glue that differs between train and eval becomes a small module that follows the `.training` of the module whose glue it is.
 
 Wherever a node that both graphs have reads one thing in train mode and another in eval mode, both computations move into
 a `ModeSwitch`; so does a write or a random draw that one mode alone has.
@@ -16,19 +16,24 @@ from torch.utils import _pytree as pytree
 
 from resfx.export_route import has_effect, remove_dead
 from resfx.mode_differences import Difference, ModesDiffer, Pair, flat_arguments
+from resfx.patterns.dialect import module_path
 from resfx.root import add_constant, free_name
 
 
 class ModeSwitch(nn.Module):
-    """Runs one of two parameterless graphs on the same inputs, by `.training`."""
+    """Runs one of two parameterless graphs on the same inputs, by the `.training` of `owner`: None for the root, whose child it is."""
 
-    def __init__(self, in_train: fx.GraphModule, in_eval: fx.GraphModule) -> None:
+    owner: nn.Module | None
+
+    def __init__(self, in_train: fx.GraphModule, in_eval: fx.GraphModule, owner: nn.Module | None) -> None:
         super().__init__()
         self.in_train = in_train
         self.in_eval = in_eval
+        self.__dict__["owner"] = owner  # no child: it has its place in the tree, and its names in the state_dict
 
     def forward(self, *inputs: Any) -> Any:
-        return self.in_train(*inputs) if self.training else self.in_eval(*inputs)
+        training = self.training if self.owner is None else self.owner.training
+        return self.in_train(*inputs) if training else self.in_eval(*inputs)
 
 
 @dataclass
@@ -116,11 +121,18 @@ class _Joiner:
             _extract(
                 self.eval_module, order, self.group.evaluation, [b for _, b in self.group.selections], self._train_value
             ),
+            self._owner(),
         )
         switch.train(self.training)
         name = free_name(self.module, "mode_switch")
         self.module.add_submodule(name, switch)
         return self._insert(name, order)
+
+    def _owner(self) -> nn.Module | None:
+        """The module that runs all of the group itself; the root where several do."""
+        paths = {module_path(node).partition("@")[0] for node in self.group.train | self.group.evaluation}
+        path = paths.pop() if len(paths) == 1 else ""
+        return self.module.get_submodule(path) if path and _has_attribute(self.module, path) else None
 
     def _boundary(self, inside: set[fx.Node], values: list[fx.Node]) -> list[fx.Node]:
         outside = [value for value in values if value not in inside]

@@ -235,3 +235,26 @@ def test_a_hook_on_a_module_that_comes_later() -> None:
     model.embed.register_forward_hook(lambda module, args, output: output * 5)
     assert worst([first], [before]) > 1e-3
     assert worst([model(x)], [first]) > 1e-3
+
+
+class CopiesInto(nn.Module):
+    """The state is written by `copy_`, and a part of it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x.copy_(x + self.first(x))
+        x[:, 0] = 0
+        x.narrow(1, 1, 1).add_(x.select(1, 2)[:, None])
+        return x + self.second(x)
+
+
+def test_a_state_that_is_copied_into() -> None:
+    model, x = CopiesInto().eval(), torch.randn(2, 5, 8)
+    expected = model(x)
+    found = resfx.attach(model, resfx.Standard(), (x,), backend="eager")
+    assert sum(len(stream.sites) for stream in found.streams) == 2
+    assert torch.allclose(model(x), expected, atol=1e-6)

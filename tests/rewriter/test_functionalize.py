@@ -91,6 +91,35 @@ def copies(h: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return h, f
 
 
+def copies_then_a_part(h: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    h.copy_(f)
+    h[:, 1:] = f[:, :-1].sin()
+    f.mul_(2)
+    return h, f
+
+
+def copies_and_reads_the_result(h: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    copied = h.copy_(f)
+    copied.add_(1)
+    h[:, 0] = 0
+    return h, copied, f
+
+
+def copies_itself_and_more(h: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    same = h
+    same.copy_(h + f)
+    h[:, 0] = 0
+    same.mul_(2)
+    return h, same
+
+
+def a_part_that_was_copied_in(h: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    part = f[:, 1:] * 3
+    h[:, 1:] = part
+    h.add_(1)
+    return h, part
+
+
 def keeps_dtype(h: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, ...]:
     half = h.to(torch.bfloat16)
     half += f
@@ -125,6 +154,10 @@ PROGRAMS = [
     fills,
     by_index,
     copies,
+    copies_then_a_part,
+    copies_and_reads_the_result,
+    copies_itself_and_more,
+    a_part_that_was_copied_in,
     keeps_dtype,
     new_shape,
     expanded_write,

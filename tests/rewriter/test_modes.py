@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -99,6 +101,19 @@ def test_both_modes_live(kind: str) -> None:
     assert not torch.equal(train[0], evaluated[0])
 
 
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_block_in_a_mode_of_its_own(backend: str | None) -> None:
+    """Frozen layers in a model that trains; dropout at inference in one that does not."""
+    graphed, _ = fold_model(Net("dropout"), (x := torch.randn(3, 5, 8),))
+    graphed = copy.deepcopy(graphed)
+    called = graphed if backend is None else torch.compile(graphed, backend=backend)
+    for mode in (True, False):
+        graphed.train(mode)
+        for block in graphed.blocks:
+            block.train(not mode)
+        assert torch.equal(called(x), called(x)) is mode
+
+
 class Auxiliary(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -120,9 +135,34 @@ class LayerDrop(nn.Module):
         return self.block(x)
 
 
+class PythonLayerDrop(LayerDrop):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and random.random() < 0.1:
+            return x
+        return self.block(x)
+
+
+class NumpyNoise(LayerDrop):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x) * (numpy.random.rand() if self.training else 1.0)
+
+
+def test_draws_that_are_not_torchs_are_given_back() -> None:
+    random.seed(3)
+    expected = random.random()
+    random.seed(3)
+    fold_model(PythonLayerDrop(), (torch.randn(3, 5, 8),))
+    assert random.random() == expected
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(Auxiliary, "another structure"), (LayerDrop, r"does not trace .*test_modes\.py:\d+: if self\.training")],
+    [
+        (Auxiliary, "another structure"),
+        (LayerDrop, r"does not trace .*test_modes\.py:\d+: if self\.training"),
+        (PythonLayerDrop, "draws from Python's `random`"),
+        (NumpyNoise, r"draws from `numpy\.random`"),
+    ],
 )
 def test_eval_only_models_say_why(kind: type[nn.Module], reason: str) -> None:
     model = kind()
