@@ -66,10 +66,10 @@ JOBS: list[tuple[Callable[[], Any], type[resfx.ResfxError], str]] = [
         "got a tuple .the form comes before the example call.$",
     ),
     (
-        lambda: resfx.rewrite(Net(), "delta", (X,)),
+        lambda: resfx.rewrite(Net(), "delta", (X,)),  # type: ignore[arg-type]
         resfx.FormError,
         "got 'delta' \\(a form as text is for the command line",
-    ),  # type: ignore[arg-type]
+    ),
     (lambda: rewritten()(X.double()), resfx.GuardError, r"it was torch\.float32: cast it, or rewrite again"),
     (lambda: rewritten()(X[0]), resfx.GuardError, "it had 3: reshape it, or rewrite again"),
     (lambda: rewritten(select=3), resfx.SelectionError, "select=3"),
