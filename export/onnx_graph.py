@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ def translate(
 
     _forget_strides(program)
     try:
-        with quiet_failure():
+        with quiet_failure(), _without_torchvision_notes():
             result = torch.onnx.export(
                 program,
                 input_names=list(inputs),
@@ -81,6 +83,24 @@ def _forget_strides(program: ExportedProgram) -> None:
             copy.meta = dict(node.meta)
             node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
     program.graph_module.recompile()
+
+
+@contextmanager
+def _without_torchvision_notes() -> Iterator[None]:
+    """The exporter warns at every start where torchvision is missing; a model that needs one of its operators fails by that name.
+
+    Private: the logger's name. Where it changes, the warnings are back.
+    """
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+
+    def keeps(record: logging.LogRecord) -> bool:
+        return "torchvision is not installed" not in record.getMessage()
+
+    logger.addFilter(keeps)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keeps)
 
 
 def opset_of(program: torch.onnx.ONNXProgram) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import logging
 import os
 import subprocess
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from resfx.export.onnx_graph import _without_torchvision_notes
 from resfx.export.quiet import quiet_failure
 
 USER = """
@@ -83,3 +86,16 @@ def test_a_failure_is_silent_and_passes_on(capsys: pytest.CaptureFixture[str]) -
         fail()
     captured = capsys.readouterr()
     assert captured.out + captured.err == ""
+
+
+def test_a_missing_torchvision_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    with _without_torchvision_notes():
+        logger.warning("torchvision is not installed. Skipping %s", "torchvision::nms")
+        logger.warning("other news")
+    assert [record.getMessage() for record in caplog.records] == ["other news"]
+
+
+def test_the_exporter_still_warns_by_that_name() -> None:
+    source = inspect.getsource(importlib.import_module("torch.onnx._internal.exporter._registration"))
+    assert 'logger.warning("torchvision is not installed' in source
