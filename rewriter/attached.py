@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from resfx.live_breaks import breaks_so_far, last_break
 from resfx.live_known import KnownStream
 from resfx.patterns import ResidualMap
 
@@ -39,9 +40,19 @@ class Attachment:
         self.active = True
         self.runs = dict.fromkeys((stream.index for stream in streams), 0)  # how often each stream ran rewritten
         self.broke: str | None = None  # the last graph break, for messages
+        self._breaks = 0  # how many graph breaks there were before this call
         self.failure: Exception | None = None
         self._slots: tuple[Any, list[tuple[str, dict[str, Any], str]]] = (None, [])
         self._hooks: list[dict[int, Any]] | None = None
+
+    def begin(self) -> None:
+        """A call from outside begins."""
+        self.failure = None
+        self._breaks = breaks_so_far()
+
+    def note_break(self) -> None:
+        """Note the last graph break of this call, if there was one."""
+        self.broke = last_break(self._breaks) or self.broke
 
     def look_around(self) -> None:
         """Note again which modules there are: their hooks are part of `state`. For whenever something is compiled anew."""

@@ -8,10 +8,11 @@ from typing import Any
 from torch import fx
 
 from resfx.attached import Attachment
+from resfx.live_breaks import break_line
 from resfx.live_cache import cacheable
 from resfx.live_graph import LiveGraph
 from resfx.live_known import KnownStream, LiveError
-from resfx.live_match import at_known_places, break_line, match
+from resfx.live_match import at_known_places, match
 from resfx.passes import Plan, Refusal, apply_all
 from resfx.passes.editor import Editor
 from resfx.passes.parameters import ParameterSpec
@@ -39,6 +40,7 @@ class LiveBackend:
     def _compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         attachment = self.attachment
         attachment.look_around()
+        attachment.note_break()
         attachment.broke = _broke(graph_module, attachment) or attachment.broke
         graph = LiveGraph(graph_module, example_inputs, attachment.model)
         graph.prepare()

@@ -18,6 +18,7 @@ from resfx.passes import Applied, Form, FormError, apply_all
 from resfx.passes.parameters import ParameterTree
 from resfx.patterns import NoResidualFound, ResfxError, ResidualMap, Stream, search
 from resfx.patterns.alive import living, reaching_output
+from resfx.patterns.dialect import module_stack
 from resfx.rewrite import nothing_found, stream_plans
 from resfx.selection import Select, Streams
 from resfx.tidy import drop_whole_slices
@@ -29,9 +30,14 @@ class LiveError(ResfxError):
 
 @dataclass(frozen=True)
 class KnownSite:
-    """A site by where its sum is written, and its place among the stream's branches."""
+    """A site by where its sum is written, and its place among the stream's branches.
+
+    `path` is the module as the capture names it, `module` the first of its names, and `calls` the modules whose calls it is in.
+    """
 
     path: str
+    module: str
+    calls: tuple[str, ...]
     source: str
     branch_id: int
     repeats: int
@@ -39,7 +45,7 @@ class KnownSite:
 
     @property
     def place(self) -> tuple[str, str]:
-        return self.path, self.source
+        return self.module, self.source
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,8 @@ def settle(
     live = reaching_output(flat.graph)
     chosen = stream_plans(found.streams, form, select, streams, warm_start)
     plans = [replace(plan, stream=living(plan.stream, live)) for plan in chosen]
-    before = {plan.stream.index: _sites(plan.stream) for plan in plans}
+    names = first_names(model)
+    before = {plan.stream.index: _sites(plan.stream, names) for plan in plans}
     untouched = Untouched(
         flat.graph, frozenset(), tuple(found.streams), tuple(found.rejected), tuple(capture_notes(flat)), None
     )
@@ -117,23 +124,26 @@ def settle(
     return Settled(tuple(known), tree if isinstance(tree, ParameterTree) else None, told)
 
 
-def _sites(stream: Stream) -> tuple[KnownSite, ...]:
-    return tuple(KnownSite(s.path, s.source, s.branch_id, s.repeats, s.params) for s in stream.sites)
+def _sites(stream: Stream, names: Mapping[str, str]) -> tuple[KnownSite, ...]:
+    return tuple(
+        KnownSite(
+            s.path, names.get(s.path, s.path), tuple(module_stack(s.node)), s.source, s.branch_id, s.repeats, s.params
+        )
+        for s in stream.sites
+    )
 
 
-def owner_path(model: nn.Module, sites: Sequence[KnownSite]) -> str:
-    """The lowest module with a forward that contains all `sites`: whoever calls it runs the whole stream."""
-    parts = [site.path.split(".") if site.path else [] for site in sites]
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Of every module path the first one that leads to the same module: layers may be registered under several names."""
+    first: dict[int, str] = {}
+    return {path: first.setdefault(id(module), path) for path, module in model.named_modules(remove_duplicate=False)}
+
+
+def owner_path(sites: Sequence[KnownSite]) -> str:
+    """The innermost module whose call ran all `sites`. One that holds them may never be called: its layers are, by others."""
     shared: list[str] = []
-    for names in zip(*parts, strict=False):
-        if len(set(names)) > 1:
+    for paths in zip(*(site.calls for site in sites), strict=False):
+        if len(set(paths)) > 1:
             break
-        shared.append(names[0])
-    while shared and not _has_forward(model.get_submodule(".".join(shared))):
-        shared.pop()
-    return ".".join(shared)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    """ModuleList and ModuleDict are never called."""
-    return type(module).forward is not nn.Module.forward
+        shared.append(paths[0])
+    return shared[-1] if shared else ""

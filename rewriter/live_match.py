@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import fx
 
@@ -30,7 +29,7 @@ def _place(node: fx.Node) -> tuple[str, str]:
 
 def _places(stream: KnownStream) -> set[tuple[str, str]]:
     """Where the stream's sites may stand in a Dynamo graph: it keeps no line of a layer of torch's own."""
-    nameless = {(site.path, "") for site in stream.sites if is_machinery(site.source)}
+    nameless = {(site.module, "") for site in stream.sites if is_machinery(site.source)}
     return {site.place for site in stream.sites} | nameless
 
 
@@ -60,7 +59,7 @@ def match(
 
 def _same(stream: Stream, known: KnownStream) -> bool:
     """The same sites in the same order. A line may differ: a model can write one sum twice, for two modes."""
-    return [site.path for site in stream.sites] == [site.path for site in known.sites]
+    return [site.path for site in stream.sites] == [site.module for site in known.sites]
 
 
 def _numbered(stream: Stream, known: KnownStream) -> Stream:
@@ -140,13 +139,3 @@ def _message(stream: KnownStream, nodes: Sequence[fx.Node], sites: set[fx.Node],
 def _listed(places: Sequence[tuple[str, str]]) -> str:
     shown = ", ".join(", ".join(filter(None, (path or "the root", source))) for path, source in places[:3])
     return shown + (f" and {len(places) - 3} more" if len(places) > 3 else "")
-
-
-def break_line(reason: Any) -> str | None:
-    """Where and why Dynamo broke a graph off, in one line; None where it came to its end."""
-    if reason is None or not getattr(reason, "graph_break", False):
-        return None
-    frames = getattr(reason, "user_stack", None) or []
-    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"
-    what = str(getattr(reason, "reason", "")).strip().splitlines()
-    return f"{where} ({what[0]})" if what else where
