@@ -70,6 +70,13 @@ class LiveGraph:
         _carry_over(self.dynamo, result)
         return result, [*self.inputs, *added.values()]
 
+    def parameters(self) -> dict[str, str]:
+        """What the attached model calls its Parameters first, by what a prepared graph calls them."""
+        first = {id(tensor): name for name, tensor in self.root.named_parameters()}
+        values = dict(zip(self.placeholders, self.inputs, strict=True))
+        lifted = {str(stand_in.target): id(values[node]) for stand_in, node in self._stand_ins.items()}
+        return {target: first[tensor] for target, tensor in lifted.items() if tensor in first}
+
     # Where a node comes from.
 
     def _name_modules(self) -> None:

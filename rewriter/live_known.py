@@ -5,6 +5,7 @@ Every graph that Dynamo captures later is held against it: the streams found the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from resfx.applying import Untouched, residual_report
 from resfx.capture import capture
 from resfx.captured import capture_notes
+from resfx.live_places import Census, Look, Place, first_names, looks_of, place
 from resfx.passes import Applied, Form, FormError, apply_all
 from resfx.passes.parameters import ParameterTree
 from resfx.patterns import NoResidualFound, ResfxError, ResidualMap, Stream, search
@@ -33,6 +35,7 @@ class KnownSite:
     """A site by where its sum is written, and its place among the stream's branches.
 
     `path` is the module as the capture names it, `module` the first of its names, and `calls` the modules whose calls it is in.
+    `looks`: what its sums look like; `beside`: how many other sums stand on its place, for each site there.
     """
 
     path: str
@@ -41,11 +44,14 @@ class KnownSite:
     source: str
     branch_id: int
     repeats: int
-    params: frozenset[str]  # the names of the Parameters its branches used at attach
+    params: frozenset[str]  # the first names of the Parameters its branches used at attach
+    looks: frozenset[Look]
+    beside: float = 0.0
 
     @property
-    def place(self) -> tuple[str, str]:
-        return self.module, self.source
+    def place(self) -> Place:
+        """Where a graph of Dynamo's has it."""
+        return place(self.module, self.source)
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,7 @@ def settle(
     plans = [replace(plan, stream=living(plan.stream, live)) for plan in chosen]
     names = first_names(model)
     before = {plan.stream.index: _sites(plan.stream, names) for plan in plans}
+    census = Census((node for node in flat.graph.nodes if node in live), (plan.stream for plan in plans), names)
     untouched = Untouched(
         flat.graph, frozenset(), tuple(found.streams), tuple(found.rejected), tuple(capture_notes(flat)), None
     )
@@ -121,22 +128,33 @@ def settle(
         if isinstance(o, Applied)
     ]
     tree = flat.graph_module._modules.get("residual")
-    return Settled(tuple(known), tree if isinstance(tree, ParameterTree) else None, told)
+    return Settled(_with_beside(known, census), tree if isinstance(tree, ParameterTree) else None, told)
 
 
 def _sites(stream: Stream, names: Mapping[str, str]) -> tuple[KnownSite, ...]:
     return tuple(
         KnownSite(
-            s.path, names.get(s.path, s.path), tuple(module_stack(s.node)), s.source, s.branch_id, s.repeats, s.params
+            path=site.path,
+            module=names.get(site.path, site.path),
+            calls=tuple(module_stack(site.node)),
+            source=site.source,
+            branch_id=site.branch_id,
+            repeats=site.repeats,
+            params=frozenset(names.get(name, name) for name in site.params),
+            looks=looks_of(site),
         )
-        for s in stream.sites
+        for site in stream.sites
     )
 
 
-def first_names(model: nn.Module) -> dict[str, str]:
-    """Of every module path the first one that leads to the same module: layers may be registered under several names."""
-    first: dict[int, str] = {}
-    return {path: first.setdefault(id(module), path) for path, module in model.named_modules(remove_duplicate=False)}
+def _with_beside(known: Sequence[KnownStream], census: Census) -> tuple[KnownStream, ...]:
+    others = census.beside(stream.index for stream in known)
+    here = Counter(site.place for stream in known for site in stream.sites)
+
+    def told(site: KnownSite) -> KnownSite:
+        return replace(site, beside=others[site.place] / here[site.place])
+
+    return tuple(replace(stream, sites=tuple(map(told, stream.sites))) for stream in known)
 
 
 def owner_path(sites: Sequence[KnownSite]) -> str:

@@ -138,8 +138,11 @@ def test_a_root_with_a_call_of_its_own_that_comes_to_its_forward() -> None:
 
 
 def test_an_unflattened_program() -> None:
-    """torch checks its inputs where Dynamo can't follow, and runs it node by node behind that."""
+    """Its modules hold layers that the root calls itself."""
     program = torch.export.export(Backbone().eval(), (live_toys.inputs(),))
-    model = attached(torch.export.unflatten(program))
-    with pytest.raises(resfx.LiveError, match=r"`the root`: stream 0 ran plainly.*unflatten\.py:\d+ \(Skip calling"):
-        model(live_toys.inputs())
+    same_as_rewritten(torch.export.unflatten(program))
+
+
+def test_a_program_as_a_module() -> None:
+    """Dynamo sees no modules and no lines in it: its streams are known by their Parameters."""
+    same_as_rewritten(torch.export.export(Backbone().eval(), (live_toys.inputs(),)).module())
