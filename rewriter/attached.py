@@ -40,7 +40,7 @@ class Attachment:
         self.active = True
         self.runs = dict.fromkeys((stream.index for stream in streams), 0)  # how often each stream ran rewritten
         self.broke: str | None = None  # the last graph break, for messages
-        self._breaks = 0  # how many graph breaks there were before this call
+        self._breaks, self._before = 0, dict(self.runs)  # graph breaks, and runs, before this call
         self.failure: Exception | None = None
         self._slots: tuple[Any, list[tuple[str, dict[str, Any], str]]] = (None, [])
         self._hooks: list[dict[int, Any]] | None = None
@@ -48,7 +48,11 @@ class Attachment:
     def begin(self) -> None:
         """A call from outside begins."""
         self.failure = None
-        self._breaks = breaks_so_far()
+        self._breaks, self._before = breaks_so_far(), dict(self.runs)
+
+    def by_turn(self) -> list[KnownStream]:
+        """The streams, those first that ran least in this call: one stack that runs twice is two streams that look alike."""
+        return sorted(self.streams, key=lambda stream: self.runs[stream.index] - self._before[stream.index])
 
     def note_break(self, reason: Any = None) -> None:
         """Note where and why a graph was broken off, or else the last break of this call, if there was one.

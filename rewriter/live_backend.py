@@ -49,7 +49,7 @@ class LiveBackend:
             return self._plain(graph_module, example_inputs)
         found = search(graph.module).streams
         alive = [living(stream, live) for stream in found]
-        pairs = match(sums, alive, attachment.streams, names, attachment.broke)
+        pairs = match(sums, alive, attachment.by_turn(), names, attachment.broke)
         if not pairs:
             return self._plain(graph_module, example_inputs)
         _rewrite(graph, attachment, pairs, found)

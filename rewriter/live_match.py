@@ -33,7 +33,7 @@ def match(
     """The known streams that a graph holds, each with the stream it is there, numbered as known.
 
     `sums`: the graph's sums at known places, `found`: its streams, both without what its outputs do not depend on. `names`: what
-    the model calls the graph's Parameters first.
+    the model calls the graph's Parameters first. Of known streams that look alike the first in `known` is taken.
     `broke`: where and why Dynamo ended this graph or one before it. Errors: LiveError where a part of a stream is missing.
     """
     free = list(found)
@@ -46,7 +46,7 @@ def match(
             free.remove(twin)
             pairs.append((stream, _numbered(twin, stream)))
     _refuse_rest(sums, pairs, free, known, broke)
-    return pairs
+    return sorted(pairs, key=lambda pair: pair[0].index)
 
 
 def _same(stream: Stream, known: KnownStream) -> bool:

@@ -88,6 +88,28 @@ class Counting(Backbone):
         return super().__call__(*args)
 
 
+class Siamese(Backbone):
+    """Runs its stack twice, with a print between."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = super().forward(x)
+        print(end="")
+        return first + super().forward(x * 2)
+
+
+class Aliased(Backbone):
+    """Its layers are registered under two names, and run by the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alias = self.layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.alias:
+            x = layer(x)
+        return super().forward(x)
+
+
 def attached(model: nn.Module) -> nn.Module:
     torch._dynamo.reset()
     resfx.attach(model, FORM, (live_toys.inputs(),), backend="eager")
@@ -146,3 +168,24 @@ def test_an_unflattened_program() -> None:
 def test_a_program_as_a_module() -> None:
     """Dynamo sees no modules and no lines in it: its streams are known by their Parameters."""
     same_as_rewritten(torch.export.export(Backbone().eval(), (live_toys.inputs(),)).module())
+
+
+def test_blocks_that_are_compiled_one_by_one() -> None:
+    model = Backbone().eval()
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = torch.compile(layer, backend="eager")
+    same_as_rewritten(model)
+
+
+def test_a_stack_that_runs_twice_with_a_break_between() -> None:
+    """The second run has the parameters of the second stream, at every call."""
+    model = Siamese().eval()
+    same_as_rewritten(model)
+    static = resfx.rewrite(Siamese().eval(), FORM, (live_toys.inputs(),))
+    static.load_state_dict(model.state_dict())
+    for x in (live_toys.inputs(3, 4), live_toys.inputs()):
+        assert_close([model(x)], [static(x)])
+
+
+def test_layers_under_two_names() -> None:
+    same_as_rewritten(Aliased().eval())
