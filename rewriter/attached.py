@@ -8,13 +8,14 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from resfx.live_breaks import break_line, breaks_so_far, last_break
 from resfx.live_known import KnownStream
 from resfx.patterns import ResidualMap
 
@@ -39,13 +40,42 @@ class Attachment:
         self.active = True
         self.runs = dict.fromkeys((stream.index for stream in streams), 0)  # how often each stream ran rewritten
         self.broke: str | None = None  # the last graph break, for messages
+        self._breaks, self._before = 0, dict(self.runs)  # graph breaks, and runs, before this call
         self.failure: Exception | None = None
         self._slots: tuple[Any, list[tuple[str, dict[str, Any], str]]] = (None, [])
         self._hooks: list[dict[int, Any]] | None = None
 
+    def begin(self) -> None:
+        """A call from outside begins."""
+        self.failure = None
+        self._breaks, self._before = breaks_so_far(), dict(self.runs)
+
+    def by_turn(self) -> list[KnownStream]:
+        """The streams, those first that ran least in this call: one stack that runs twice is two streams that look alike."""
+        return sorted(self.streams, key=lambda stream: self.runs[stream.index] - self._before[stream.index])
+
+    def note_break(self, reason: Any = None) -> None:
+        """Note where and why a graph was broken off, or else the last break of this call, if there was one.
+
+        A module that was attached by itself since is a border too.
+        """
+        line = break_line(reason) or last_break(self._breaks)
+        within = self.attached_within() if line is not None else []
+        if within:
+            line = (
+                f"{line}; module `{within[0]}` was attached by itself, which resfx.detach of that module and"
+                " torch._dynamo.reset() take back"
+            )
+        self.broke = line or self.broke
+
     def look_around(self) -> None:
         """Note again which modules there are: their hooks are part of `state`. For whenever something is compiled anew."""
         self._hooks = [vars(module)[table] for module in self.model.modules() for table in _HOOKS]
+
+    def may_hold(self, parameters: Iterable[str]) -> bool:
+        """Are all Parameters of a known site's branches among these?"""
+        given = set(parameters)
+        return any(site.params and site.params <= given for stream in self.streams for site in stream.sites)
 
     def attached_within(self) -> list[str]:
         """The paths of the modules in the model that have an attachment of their own."""

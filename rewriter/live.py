@@ -48,10 +48,11 @@ def attach(
     with torch.inference_mode(False):  # the new parameters are to be trained, wherever they were made
         positional, keyword = example_call(args, kwargs)
         settled = settle(model, form, positional, keyword, select, streams, warm_start)
+    _check_call(model, positional, keyword)
     attachment = Attachment(model, settled.streams, backend, settled.residual_map)
     owners: dict[str, list[int]] = {"": []}
     for stream in settled.streams:
-        owners.setdefault(owner_path(model, stream.sites), []).append(stream.index)
+        owners.setdefault(owner_path(stream.sites), []).append(stream.index)
     gates = [LiveForward(attachment, path, tuple(indices)) for path, indices in owners.items()]
     put_on(attachment, settled.parameters, gates)
     return settled.residual_map
@@ -103,6 +104,35 @@ def attachment_of(model: nn.Module) -> Attachment | None:
     while gate is not None and not isinstance(gate, LiveForward):
         gate = getattr(gate, "__wrapped__", None)
     return gate.attachment if isinstance(gate, LiveForward) and gate.attachment.active else None
+
+
+class _Arrived(BaseException):
+    """A call came to the model's forward. No Exception: a model may catch those."""
+
+
+def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """See that a call of a model with a `__call__` of its own comes to its `forward`, where the gate is."""
+    if type(model).__call__ is nn.Module.__call__:
+        return
+
+    def arrive(*_args: Any, **_kwargs: Any) -> Any:
+        raise _Arrived
+
+    own = vars(model).get("forward")
+    model.forward = arrive
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    except _Arrived:
+        return
+    finally:
+        del model.forward
+        if own is not None:
+            model.forward = own
+    raise LiveError(
+        f"{type(model).__name__} has a `__call__` of its own, which does not come to `forward` with the example: calls would run"
+        " plainly. Let it call `super().__call__`, or attach a module that holds the streams and is called by it"
+    )
 
 
 def _check(model: nn.Module, form: Form) -> None:

@@ -11,7 +11,7 @@ from resfx.attached import Attachment
 from resfx.live_cache import cacheable
 from resfx.live_graph import LiveGraph
 from resfx.live_known import KnownStream, LiveError
-from resfx.live_match import at_known_places, break_line, match
+from resfx.live_match import at_known_places, match
 from resfx.passes import Plan, Refusal, apply_all
 from resfx.passes.editor import Editor
 from resfx.passes.parameters import ParameterSpec
@@ -39,15 +39,17 @@ class LiveBackend:
     def _compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         attachment = self.attachment
         attachment.look_around()
-        attachment.broke = _broke(graph_module, attachment) or attachment.broke
+        attachment.note_break(getattr(graph_module, "compile_subgraph_reason", None))
         graph = LiveGraph(graph_module, example_inputs, attachment.model)
         graph.prepare()
         live = ancestors(node for node in graph.graph.nodes if node.op == "output" or written_arguments(node))
         sums = at_known_places((node for node in graph.graph.nodes if node in live), attachment.streams)
-        if not sums:
+        names = graph.parameters()
+        if not sums and not attachment.may_hold(names.values()):
             return self._plain(graph_module, example_inputs)
         found = search(graph.module).streams
-        pairs = match(sums, [living(stream, live) for stream in found], attachment.streams, attachment.broke)
+        alive = [living(stream, live) for stream in found]
+        pairs = match(sums, alive, attachment.by_turn(), names, attachment.broke)
         if not pairs:
             return self._plain(graph_module, example_inputs)
         _rewrite(graph, attachment, pairs, found)
@@ -59,15 +61,6 @@ class LiveBackend:
     def _plain(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         compiled: Compiled = self.inner(graph_module, list(example_inputs))
         return compiled
-
-
-def _broke(graph_module: fx.GraphModule, attachment: Attachment) -> str | None:
-    """Where and why the graph was broken off; a module that was attached by itself since is a border too."""
-    line = break_line(getattr(graph_module, "compile_subgraph_reason", None))
-    within = attachment.attached_within()
-    if line is None or not within:
-        return line
-    return f"{line}; module `{within[0]}` was attached by itself, which resfx.detach of that module and torch._dynamo.reset() take back"
 
 
 def _rewrite(

@@ -89,7 +89,7 @@ def _enter(gate: LiveForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             " this model's state_dict, or resfx.detach it first"
         )
     attachment = gate.attachment
-    attachment.failure = None
+    attachment.begin()
     with running(attachment), _tracing(), plain_attention:
         try:
             return _checked(gate, _compiled(gate), args, kwargs)
@@ -131,6 +131,7 @@ def _checked(gate: LiveForward, function: Callable[..., Any], args: tuple[Any, .
 
 def _ran_plainly(gate: LiveForward, streams: list[int]) -> str:
     head = f"module `{gate.path or 'the root'}`: stream {', '.join(map(str, streams))} ran plainly"
+    gate.attachment.note_break()
     broke = gate.attachment.broke
     causes = [] if broke is None else [f"Dynamo broke the graph within it (the last break: {broke})"]
     causes += [

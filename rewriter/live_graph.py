@@ -7,6 +7,7 @@ and `val`, as everywhere else in resfx.
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from resfx.twins import written_arguments
 
 _STAND_IN = "resfx_input_"
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
-_FROM_SELF = re.compile(rf"L\['self'\](?:{_STEP.pattern})+")
+_FROM_LOCAL = re.compile(rf"L\['(\w+)'\](?:{_STEP.pattern})+")
 
 
 class LiveGraph:
@@ -69,6 +70,13 @@ class LiveGraph:
         _carry_over(self.dynamo, result)
         return result, [*self.inputs, *added.values()]
 
+    def parameters(self) -> dict[str, str]:
+        """What the attached model calls its Parameters first, by what a prepared graph calls them."""
+        first = {id(tensor): name for name, tensor in self.root.named_parameters()}
+        values = dict(zip(self.placeholders, self.inputs, strict=True))
+        lifted = {str(stand_in.target): id(values[node]) for stand_in, node in self._stand_ins.items()}
+        return {target: first[tensor] for target, tensor in lifted.items() if tensor in first}
+
     # Where a node comes from.
 
     def _name_modules(self) -> None:
@@ -84,13 +92,16 @@ class LiveGraph:
             node.meta["nn_module_stack"] = stack
 
     def _base(self, names: Mapping[str, str]) -> str:
-        """The module whose forward the frame is: what `self` is there, told by a parameter that is reached through it."""
+        """The module whose method the frame is: what `self` is there, told by a parameter that is reached through it."""
         paths = {id(tensor): name for name, tensor in _tensors(self.root)}
         for node, value in zip(self.placeholders, self.inputs, strict=True):
-            steps = _steps_from_self(node)
+            local, steps = _steps_from_local(node)
             name = paths.get(id(value))
-            if steps is not None and name is not None and f".{name}".endswith(f".{steps}"):
-                return name[: -len(steps)].rstrip(".")
+            if name is None or not steps or not f".{name}".endswith(f".{steps}"):
+                continue
+            module = self.root.get_submodule(name[: -len(steps)].rstrip("."))
+            if local == _own_name(module):
+                return names[str(id(module))]
         return ""
 
     # In-place updates.
@@ -205,14 +216,19 @@ def _module_names(root: nn.Module) -> dict[str, str]:
     return names
 
 
-def _steps_from_self(node: fx.Node) -> str | None:
-    """`h.0.weight` for a placeholder that is `self.h[0].weight` of its frame; Dynamo keeps that as text only."""
+def _steps_from_local(node: fx.Node) -> tuple[str, str]:
+    """(`self`, `h.0.weight`) for a placeholder that is `self.h[0].weight` of its frame; Dynamo keeps that as text only."""
     source = getattr(node, "_dynamo_source", None)
     name = getattr(source, "name", None)
     text = name() if callable(name) else name
-    if not isinstance(text, str) or _FROM_SELF.fullmatch(text) is None:
-        return None
-    return ".".join(_STEP.findall(text))
+    found = _FROM_LOCAL.fullmatch(text) if isinstance(text, str) else None
+    return (found[1], ".".join(_STEP.findall(found[0]))) if found else ("", "")
+
+
+def _own_name(module: nn.Module) -> str:
+    """What the methods of `module` call it: the first argument of its forward, `self` where that tells nothing."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code.co_varnames[0] if code is not None and code.co_argcount else "self"
 
 
 def _register(module: nn.Module, name: str, value: Any, learned: Container[int]) -> None:

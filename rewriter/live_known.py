@@ -5,6 +5,7 @@ Every graph that Dynamo captures later is held against it: the streams found the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +15,12 @@ from torch import nn
 from resfx.applying import Untouched, residual_report
 from resfx.capture import capture
 from resfx.captured import capture_notes
+from resfx.live_places import Census, Look, Place, first_names, looks_of, place
 from resfx.passes import Applied, Form, FormError, apply_all
 from resfx.passes.parameters import ParameterTree
 from resfx.patterns import NoResidualFound, ResfxError, ResidualMap, Stream, search
 from resfx.patterns.alive import living, reaching_output
+from resfx.patterns.dialect import module_stack
 from resfx.rewrite import nothing_found, stream_plans
 from resfx.selection import Select, Streams
 from resfx.tidy import drop_whole_slices
@@ -29,17 +32,26 @@ class LiveError(ResfxError):
 
 @dataclass(frozen=True)
 class KnownSite:
-    """A site by where its sum is written, and its place among the stream's branches."""
+    """A site by where its sum is written, and its place among the stream's branches.
+
+    `path` is the module as the capture names it, `module` the first of its names, and `calls` the modules whose calls it is in.
+    `looks`: what its sums look like; `beside`: how many other sums stand on its place, for each site there.
+    """
 
     path: str
+    module: str
+    calls: tuple[str, ...]
     source: str
     branch_id: int
     repeats: int
-    params: frozenset[str]  # the names of the Parameters its branches used at attach
+    params: frozenset[str]  # the first names of the Parameters its branches used at attach
+    looks: frozenset[Look]
+    beside: float = 0.0
 
     @property
-    def place(self) -> tuple[str, str]:
-        return self.path, self.source
+    def place(self) -> Place:
+        """Where a graph of Dynamo's has it."""
+        return place(self.module, self.source)
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,9 @@ def settle(
     live = reaching_output(flat.graph)
     chosen = stream_plans(found.streams, form, select, streams, warm_start)
     plans = [replace(plan, stream=living(plan.stream, live)) for plan in chosen]
-    before = {plan.stream.index: _sites(plan.stream) for plan in plans}
+    names = first_names(model)
+    before = {plan.stream.index: _sites(plan.stream, names) for plan in plans}
+    census = Census((node for node in flat.graph.nodes if node in live), (plan.stream for plan in plans), names)
     untouched = Untouched(
         flat.graph, frozenset(), tuple(found.streams), tuple(found.rejected), tuple(capture_notes(flat)), None
     )
@@ -114,26 +128,40 @@ def settle(
         if isinstance(o, Applied)
     ]
     tree = flat.graph_module._modules.get("residual")
-    return Settled(tuple(known), tree if isinstance(tree, ParameterTree) else None, told)
+    return Settled(_with_beside(known, census), tree if isinstance(tree, ParameterTree) else None, told)
 
 
-def _sites(stream: Stream) -> tuple[KnownSite, ...]:
-    return tuple(KnownSite(s.path, s.source, s.branch_id, s.repeats, s.params) for s in stream.sites)
+def _sites(stream: Stream, names: Mapping[str, str]) -> tuple[KnownSite, ...]:
+    return tuple(
+        KnownSite(
+            path=site.path,
+            module=names.get(site.path, site.path),
+            calls=tuple(module_stack(site.node)),
+            source=site.source,
+            branch_id=site.branch_id,
+            repeats=site.repeats,
+            params=frozenset(names.get(name, name) for name in site.params),
+            looks=looks_of(site),
+        )
+        for site in stream.sites
+    )
 
 
-def owner_path(model: nn.Module, sites: Sequence[KnownSite]) -> str:
-    """The lowest module with a forward that contains all `sites`: whoever calls it runs the whole stream."""
-    parts = [site.path.split(".") if site.path else [] for site in sites]
+def _with_beside(known: Sequence[KnownStream], census: Census) -> tuple[KnownStream, ...]:
+    others = census.beside(stream.index for stream in known)
+    here = Counter(site.place for stream in known for site in stream.sites)
+
+    def told(site: KnownSite) -> KnownSite:
+        return replace(site, beside=others[site.place] / here[site.place])
+
+    return tuple(replace(stream, sites=tuple(map(told, stream.sites))) for stream in known)
+
+
+def owner_path(sites: Sequence[KnownSite]) -> str:
+    """The innermost module whose call ran all `sites`. One that holds them may never be called: its layers are, by others."""
     shared: list[str] = []
-    for names in zip(*parts, strict=False):
-        if len(set(names)) > 1:
+    for paths in zip(*(site.calls for site in sites), strict=False):
+        if len(set(paths)) > 1:
             break
-        shared.append(names[0])
-    while shared and not _has_forward(model.get_submodule(".".join(shared))):
-        shared.pop()
-    return ".".join(shared)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    """ModuleList and ModuleDict are never called."""
-    return type(module).forward is not nn.Module.forward
+        shared.append(paths[0])
+    return shared[-1] if shared else ""
