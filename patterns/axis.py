@@ -13,7 +13,9 @@ from typing import Any
 from torch.fx import Node
 
 from resfx.patterns import dialect
+from resfx.patterns.axis_moves import REDUCTIONS, moves_axes, redo, reduced_axes, undo
 from resfx.patterns.dialect import ALIKE, EXPAND, LAYOUT, data_inputs, op_name, shape_of
+from resfx.patterns.hand_norms import is_divided_by
 from resfx.patterns.streams import Layout, Scale, Stream, Write
 
 _CHANNELS_FIRST = frozenset(
@@ -24,9 +26,9 @@ _CHANNELS_FIRST = frozenset(
 _NORMS_LAST = frozenset("layer_norm native_layer_norm rms_norm _fused_rms_norm".split())
 _LINEAR = frozenset("linear mm addmm matmul".split())
 _RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
-_REDUCTIONS = frozenset("mean var std var_mean std_mean norm linalg_vector_norm".split())
 _GROUPED = frozenset({"conv1d", "conv2d", "conv3d"})
 _DEPTH = 8  # operations followed from the state into a branch, or back from an add
+_MOST = 256  # operations looked through for where a factor comes from
 
 
 def feature_axis(stream: Stream) -> int | None:
@@ -56,7 +58,7 @@ def _reader_votes(stream: Stream) -> Iterator[tuple[int, bool]]:
         found = _first_map(reader.user, reader.state)
         if found is None:
             continue
-        axis = _undo(layouts.get(reader.state, []), found[0])
+        axis = undo(layouts.get(reader.state, []), found[0])
         if axis is not None:
             yield axis, found[1]
 
@@ -77,14 +79,6 @@ def _layouts(stream: Stream) -> dict[Node, list[Node]]:
     return layouts
 
 
-def _undo(layouts: list[Node], axis: int, size: Any = None) -> int | None:
-    """The axis in the entry's layout that ends up as `axis` after the views, or as its inner part of that `size`."""
-    found: int | None = axis
-    for node in reversed(layouts):
-        found = None if found is None else _before_view(node, found, size)
-    return found
-
-
 def _size_of_group(node: Node, source: Node, axis: int) -> Any:
     """How much of the axis one group of a convolution maps: the samples' channels, where it has a weight for each sample."""
     groups = node.kwargs.get("groups", node.args[6] if len(node.args) > 6 and op_name(node) in _GROUPED else None)
@@ -94,28 +88,51 @@ def _size_of_group(node: Node, source: Node, axis: int) -> Any:
 
 
 def _first_map(user: Node, state: Node) -> tuple[int, bool] | None:
-    """(axis of `state`, is it a norm) by the first operation downstream that works on one axis."""
-    trail: list[Node] = []
+    """(axis of `state`, is it a norm) by the first operation downstream that works on one axis.
+
+    A mean that nothing is divided by pools: what is mapped then is what it left.
+    """
+    moves: list[Node] = []
     node, source = user, state
+    values = [state]
     for _ in range(_DEPTH):
-        axis = _axis_of_input(node, source)
+        axis = _normed_axis(node, source, values)
+        is_norm = axis is not None
+        if axis is None:
+            axis = _mapped_axis(node, source, state)
         if axis is not None:
-            undone = _undo(trail, axis)
+            undone = undo(moves, axis)
             if undone is None:
-                undone = _undo(trail, axis, _size_of_group(node, source, axis))
-            return None if undone is None else (undone, op_name(node) in _NORMS_LAST or op_name(node) in _REDUCTIONS)
-        if op_name(node) in LAYOUT or op_name(node) == "getitem":
-            trail.append(node)
+                undone = undo(moves, axis, _size_of_group(node, source, axis))
+            return None if undone is None else (undone, is_norm)
+        moves = [*_since_pooled(moves, node), node] if moves_axes(node) else _since_pooled(moves, node)
         if not node.users:
             return None
+        values.append(node)
         source, node = node, _preferred(node)
     return None
+
+
+def _since_pooled(moves: list[Node], node: Node) -> list[Node]:
+    """The moves that still count in `node`: what was pooled and has met its source again lies as that does."""
+    for position, move in enumerate(moves):
+        source = move.all_input_nodes[0]
+        if not dialect.same_shape(move, source) and op_name(move) not in LAYOUT and dialect.same_shape(node, source):
+            return moves[:position]
+    return moves
 
 
 def _preferred(node: Node) -> Node:
     """Of several users the one that reduces or maps: a norm written by hand reads the state twice."""
     users = list(node.users)
-    return next((u for u in users if _axis_of_input(u, node) is not None or op_name(u) in ("pow", "square")), users[0])
+    telling = (u for u in users if _works_on_one_axis(u, node) or op_name(u) in ("pow", "square"))
+    return next(telling, users[0])
+
+
+def _works_on_one_axis(node: Node, source: Node) -> bool:
+    return (
+        op_name(node) in REDUCTIONS or _normed_axis(node, source) is not None or _mapped_axis(node, source) is not None
+    )
 
 
 def _rank(node: Node) -> int | None:
@@ -123,32 +140,44 @@ def _rank(node: Node) -> int | None:
     return None if shape is None else len(shape)
 
 
-def _axis_of_input(node: Node, source: Node) -> int | None:
-    """The axis of `source`, counted from the end, that `node` maps or normalises."""
+def _normed_axis(node: Node, source: Node, values: list[Node] | None = None) -> int | None:
+    """The axis of `source`, counted from the end, over which `node` norms, or takes the statistic of a norm of the values."""
+    name, rank = op_name(node), _rank(source)
+    if name in _NORMS_LAST:
+        shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
+        return -1 if isinstance(shape, (list, tuple)) and len(shape) == 1 else None
+    if name not in REDUCTIONS or rank is None or values is None:
+        return None
+    axes = reduced_axes(node, rank)
+    return axes[0] if axes is not None and len(axes) == 1 and is_divided_by(node, values) else None
+
+
+def _mapped_axis(node: Node, source: Node, state: Node | None = None) -> int | None:
+    """The axis of `source`, counted from the end, that `node` maps."""
     name, rank = op_name(node), _rank(source)
     if rank is None:
         return None
     if name in _CHANNELS_FIRST:
         return 1 - rank if rank >= 2 else None
-    if name in _NORMS_LAST:
-        shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
-        return -1 if isinstance(shape, (list, tuple)) and len(shape) == 1 else None
     if name in _LINEAR and node.args and node.args[1 if name == "addmm" else 0] is source:
-        return -1
+        return None if state is not None and _weighs_by_itself(node, source, state) else -1
     if name in _RECURRENT and node.args and node.args[0] is source:
         return -1
-    if name in _REDUCTIONS:
-        return _reduced_axis(node, rank)
     return None
 
 
-def _reduced_axis(node: Node, rank: int) -> int | None:
-    dims = node.kwargs.get("dim", next((a for a in node.args[1:] if isinstance(a, (list, tuple, int))), None))
-    if isinstance(dims, (list, tuple)):
-        dims = dims[0] if len(dims) == 1 else None
-    if not isinstance(dims, int) or isinstance(dims, bool):
-        return None
-    return dims if dims < 0 else dims - rank
+def _weighs_by_itself(product: Node, source: Node, state: Node) -> bool:
+    """Is what the product multiplies `source` with computed from the state too, as attention weights are? Then it's no weight."""
+    todo = [i for i in data_inputs(product) if i is not source]
+    seen: set[Node] = set()
+    while todo and len(seen) < _MOST:
+        node = todo.pop()
+        if node is state:
+            return True
+        if node not in seen and state < node:
+            seen.add(node)
+            todo.extend(data_inputs(node))
+    return False
 
 
 def _output_votes(stream: Stream) -> Iterator[int]:
@@ -158,7 +187,7 @@ def _output_votes(stream: Stream) -> Iterator[int]:
             continue
         for branch in event.site.branches:
             axis = _axis_of_output(branch)
-            undone = None if axis is None else _undo(layouts.get(event.before, []), axis)
+            undone = None if axis is None else undo(layouts.get(event.before, []), axis)
             if undone is not None:
                 yield undone
 
@@ -171,7 +200,7 @@ def _gain_votes(stream: Stream) -> Iterator[int]:
             continue
         shape = shape_of(event.factor) or ()
         long = [axis - len(shape) for axis, size in enumerate(shape) if size != 1]
-        undone = _undo(layouts.get(event.before, []), long[0]) if len(long) == 1 else None
+        undone = undo(layouts.get(event.before, []), long[0]) if len(long) == 1 else None
         if undone is not None:
             yield undone
 
@@ -195,9 +224,9 @@ def _axis_of_output(node: Node) -> int | None:
     for _ in range(_DEPTH):
         name, rank = op_name(node), _rank(node)
         if name in _CHANNELS_FIRST and rank is not None:
-            return _redo(trail, 1 - rank)
+            return redo(trail, 1 - rank)
         if name in _LINEAR or name in _NORMS_LAST:
-            return _redo(trail, -1)
+            return redo(trail, -1)
         if name in LAYOUT:
             trail.append(node)
         inputs = [i for i in data_inputs(node) if i.op != "get_attr"]
@@ -206,73 +235,3 @@ def _axis_of_output(node: Node) -> int | None:
             return None
         node = following
     return None
-
-
-def _redo(trail: list[Node], axis: int) -> int | None:
-    found: int | None = axis
-    for node in reversed(trail):
-        found = None if found is None else _after_view(node, found)
-    return found
-
-
-def _source(node: Node) -> Node | None:
-    source = node.args[0] if node.args else None
-    return source if isinstance(source, Node) else None
-
-
-def _permutation(node: Node, rank: int) -> list[int] | None:
-    """`order[i]`: the input axis that becomes output axis i; None where `node` is no permutation."""
-    name, args = op_name(node), node.args[1:]
-    if name == "permute":
-        dims: Any = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
-        return [int(d) % rank for d in dims]
-    if name == "T":
-        return list(range(rank))[::-1]
-    if name == "transpose":
-        a, b = (int(args[0]) % rank, int(args[1]) % rank) if len(args) == 2 else (rank - 2, rank - 1)  # type: ignore[arg-type]
-        order = list(range(rank))
-        order[a], order[b] = order[b], order[a]
-        return order
-    return None
-
-
-def _after_view(node: Node, axis: int) -> int | None:
-    """Where the input's axis (from the end) is in the output (from the end)."""
-    source = _source(node)
-    return None if source is None else _through(node, source, node, axis, forward=True)
-
-
-def _before_view(node: Node, axis: int, size: Any = None) -> int | None:
-    source = _source(node)
-    return None if source is None else _through(node, source, node, axis, forward=False, size=size)
-
-
-def _through(node: Node, source: Node, target: Node, axis: int, forward: bool, size: Any = None) -> int | None:
-    before, after = shape_of(source), shape_of(target)
-    if before is None or after is None:
-        return None
-    order = _permutation(node, len(before))
-    if order is not None:
-        rank = len(order)
-        return order.index(axis % rank) - rank if forward else order[axis % rank] - rank
-    return _kept_axis(before, after, axis) if forward else _kept_axis(after, before, axis, size)
-
-
-def _kept_axis(start: tuple[Any, ...], end: tuple[Any, ...], axis: int, size: Any = None) -> int | None:
-    """The axis of `end` that has the same size (or the given one) and the same numbers behind it as `axis` of `start`."""
-    size, behind = str(start[axis] if size is None else size), _numbers(start[len(start) + axis + 1 :])
-    for candidate in range(-1, -len(end) - 1, -1):
-        if str(end[candidate]) == size and _numbers(end[len(end) + candidate + 1 :]) == behind:
-            return candidate
-    return None
-
-
-def _numbers(sizes: tuple[Any, ...]) -> tuple[int, tuple[str, ...]]:
-    """A product of sizes as (number, symbols), so that symbolic sizes compare without guards."""
-    number, symbols = 1, []
-    for size in sizes:
-        if isinstance(size, int):
-            number *= size
-        else:
-            symbols.append(str(size))
-    return number, tuple(sorted(symbols))

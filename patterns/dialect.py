@@ -76,11 +76,11 @@ ACTIVATION = frozenset(
     "erf sin cos exp".split()
 )
 # What a norm written by hand is made of.
-_NORM_PARTS = frozenset(
+NORM_PARTS = frozenset(
     "add sub rsub mul div neg pow square sqrt rsqrt reciprocal abs exp mean sum var std var_mean std_mean norm "
     "linalg_vector_norm vector_norm amax amin max min maximum minimum where clamp clamp_min getitem".split()
 )
-POINTWISE = NORM | ACTIVATION | _NORM_PARTS | CAST | EXPAND | LAYOUT
+POINTWISE = NORM | ACTIVATION | NORM_PARTS | CAST | EXPAND | LAYOUT
 
 _SAME_NUMBERS = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})  # attributes that are no size
 

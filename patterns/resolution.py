@@ -30,8 +30,8 @@ class Resolution:
         self._enlarging = {node for node in graph.nodes if _enlarges(node)}
 
     def comes_back(self, terms: Iterable[Term], carrier: Node) -> bool:
-        """Does every way from `carrier` to the terms lead through an enlargement?"""
-        return bool(self._enlarging) and carrier not in self.way(terms, carrier, self._enlarging)
+        """Does every way from `carrier` to the terms lead through an enlargement? One that made the carrier lies on none."""
+        return bool(self._enlarging) and carrier not in self.way(terms, carrier, self._enlarging - {carrier})
 
     def way(self, terms: Iterable[Term], carrier: Node, stop: Iterable[Node] = ()) -> set[Node]:
         """The nodes from `carrier` to the terms, both included, on the ways that cross no node of `stop`."""

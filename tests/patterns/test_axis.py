@@ -145,6 +145,36 @@ class Contradiction(Net):
         return x + self.g(x.T).T  # SITE
 
 
+@axis(-1, (2, 6, D))
+class PoolingAlone(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.f(x.mean(1, keepdim=True))  # SITE
+        return x + self.g(x.mean(1))[:, None]  # SITE
+
+
+@axis(-3, (2, D, 4, 4))
+class ImagePooling(Net):
+    """The pooled channels are the last axis of what the linear layer maps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x.mean((2, 3)))[:, :, None, None]  # SITE
+
+
+@axis(-3, (2, D, 4, 4))
+class ImageSums(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x.sum((-2, -1), keepdim=True).flatten(1))[:, :, None, None]  # SITE
+
+
+@axis(-3, (2, D, 4, 4))
+class GroupNormByHand(ConvNet):
+    """Its statistics take several axes and tell none: the convolution does, behind them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        var, mean = torch.var_mean(x, (1, 2, 3), keepdim=True)
+        return x + self.f((x - mean) * torch.rsqrt(var + 1e-5))  # SITE
+
+
 @pytest.mark.parametrize("case", CASES[__name__], ids=lambda c: c.model.__name__)
 def test_axis(case) -> None:  # type: ignore[no-untyped-def]
     assert case.check().streams[0].axis == AXES[case.model]
