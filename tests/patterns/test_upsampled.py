@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from patterns_marks import Case, ConvNet, D, case, cases_of
 from torch import Tensor, nn
 from torch.nn import functional as F
