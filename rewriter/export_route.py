@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from resfx.capture_errors import CaptureError
+from resfx.equal_reads import merge_equal_reads
 from resfx.export.symbolic import assumptions
 from resfx.functionalize import Functional, functionalize, written_arguments
 from resfx.grad_mode import cut_gradients
@@ -59,6 +60,7 @@ def unlift(program: torch.export.ExportedProgram, model: nn.Module) -> Unlifted:
     remove_asserts(module.graph, arguments)
     forget_kept_dtypes(module.graph)
     result.functional = functionalize(module)
+    result.functional.merged = merge_equal_reads(module)
     spell_out_indexed_adds(module.graph)
     result.functional.rejoined = read_parts_of_the_whole(module.graph)
     result.notes.extend(result.functional.notes)

@@ -45,10 +45,13 @@ class Functional:
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
     # A part that was joined into a whole -> the slice of the whole that later readers read.
     rejoined: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    # A read that is gone -> the equal one before it.
+    merged: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def value_of(self, node: fx.Node, order: dict[fx.Node, int], position: int) -> fx.Node:
         """The node that holds what `node` showed when the program had reached `position` (in `order`)."""
         value = self._written(node, order, position)
+        value = self.merged.get(value, value)
         part = self.rejoined.get(value)
         return part if part in order and order[part] < position else value
 

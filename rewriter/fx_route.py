@@ -17,6 +17,7 @@ from resfx.calling import CallCodeGen
 from resfx.captured import Captured, Mode, ModuleCall
 from resfx.dynamic import Attempt, canonical_call
 from resfx.environment import capturing
+from resfx.equal_reads import merge_equal_reads
 from resfx.export_route import remove_dead
 from resfx.failure import capture_failure, without_own_frames
 from resfx.functionalize import functionalize
@@ -198,6 +199,7 @@ def _trace(
     module.graph = graph
     remove_dead(module.graph)
     functional = functionalize(module)
+    functional.merged = merge_equal_reads(module)
     spell_out_indexed_adds(module.graph)
     assert wrapper.out_spec is not None
     checks = tuple(TensorGuard(name, t.dtype, t.dim(), (), ()) for name, t in zip(labels, tensors, strict=True))

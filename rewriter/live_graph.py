@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from resfx.equal_reads import merge_equal_reads
 from resfx.export_route import has_effect
 from resfx.failure import without_own_frames
 from resfx.functionalize import functionalize
@@ -51,6 +52,7 @@ class LiveGraph:
         spell_out_indexing(self.graph)
         self._name_modules()
         self._make_functional()
+        self._merge_reads()
         spell_out_indexed_adds(self.graph)
         read_parts_of_the_whole(self.graph)
         inline_no_grad(self.graph)
@@ -110,12 +112,23 @@ class LiveGraph:
         """Updates of values that the graph made itself; its inputs (a cache, a buffer) stay mutated in place."""
         if not any(written_arguments(node) for node in self.graph.nodes):
             return
-        unread = {node for node in self.graph.nodes if not node.users}
+        unread = self._unread()
         self._lift(lambda value: isinstance(value, torch.Tensor))
         functionalize(self.module)
         self._lower()
-        # What Dynamo left unread may matter to it; what nobody reads any more would count as a reader of the stream.
-        self.graph.eliminate_dead_code(is_impure_node=lambda node: node in unread or has_effect(node))
+        self._drop_unread_but(unread)
+
+    def _unread(self) -> set[fx.Node]:
+        return {node for node in self.graph.nodes if not node.users}
+
+    def _drop_unread_but(self, earlier: Container[fx.Node]) -> None:
+        """What Dynamo left unread may matter to it; what nobody reads any more would count as a reader of the stream."""
+        self.graph.eliminate_dead_code(is_impure_node=lambda node: node in earlier or has_effect(node))
+
+    def _merge_reads(self) -> None:
+        unread = self._unread()
+        if merge_equal_reads(self.module):
+            self._drop_unread_but(unread)
 
     # Inputs as attributes, and back.
 

@@ -1,6 +1,7 @@
 """`x[:, :1]` and `x[:, :1] = v` of a Dynamo graph as the slices, selects and copies that torch.export would have made of them.
 
-So one vocabulary of views is enough for the search, and for making in-place updates functional. Indexing with tensors stays.
+So one vocabulary is enough for the search, and for making in-place updates functional. So are reads and writes by tensors of
+indices, `x[:, rows]`; what mixes both ways of indexing stays.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def spell_out_indexing(graph: fx.Graph) -> None:
             continue
         steps = _steps(node)
         if steps is None:
+            _spell_out_rows(graph, node)
             continue
         with graph.inserting_before(node):
             part = _view(graph, node, steps)
@@ -81,6 +83,55 @@ def _steps(node: fx.Node) -> list[tuple[Any, tuple[Any, ...]]] | None:
         else:
             steps.append((aten.select.int, (axis, entry)))
     return steps
+
+
+def _spell_out_rows(graph: fx.Graph, node: fx.Node) -> None:
+    """`x[:, rows]` and `x[:, rows] = v` as `index` and `index_put_`, in place; anything else stays."""
+    rows = _rows(node)
+    if rows is None:
+        return
+    with graph.inserting_before(node):
+        rows = [_literal(graph, node, row) if isinstance(row, list) else row for row in rows]
+        if node.target is operator.getitem:
+            new = graph.call_function(aten.index.Tensor, (node.args[0], rows))
+        else:
+            new = graph.call_function(aten.index_put_.default, (node.args[0], rows, node.args[2]))
+    new.meta = {**node.meta, "val": node.meta["val"] if _is_tensor(node) else node.args[0].meta["val"]}  # type: ignore[union-attr]
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _literal(graph: fx.Graph, node: fx.Node, row: list[int]) -> fx.Node:
+    device = node.args[0].meta["val"].device  # type: ignore[union-attr]
+    new = graph.call_function(torch.tensor, (row,), {"device": device})
+    new.meta = {**node.meta, "val": node.args[0].meta["val"].new_empty(len(row), dtype=torch.int64)}  # type: ignore[union-attr]
+    return new
+
+
+def _rows(node: fx.Node) -> list[fx.Node | list[int] | None] | None:
+    """The index of each axis, None where it is taken whole; None where the index is made of anything but these."""
+    source, index = node.args[:2]
+    entries = list(index) if isinstance(index, tuple) else [index]
+    tensors = [entry for entry in entries if _is_row(entry)]
+    whole = [entry for entry in entries if isinstance(entry, slice) and entry == slice(None)]
+    value = source.meta.get("val") if isinstance(source, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or not tensors or len(tensors) + len(whole) != len(entries):
+        return None
+    if node.target is operator.setitem and not _fits(node.args[2], value):
+        return None
+    found: list[Any] = [None if isinstance(entry, slice) else entry for entry in entries]
+    return found
+
+
+def _is_row(entry: Any) -> bool:
+    if isinstance(entry, list):
+        return bool(entry) and all(type(number) is int for number in entry)
+    return isinstance(entry, fx.Node) and _is_tensor(entry)
+
+
+def _fits(new: Any, value: torch.Tensor) -> bool:
+    """Does `index_put_` take the value as an assignment does, which also casts numbers and drops leading axes of size one?"""
+    return isinstance(new, fx.Node) and _is_tensor(new) and bool(new.meta["val"].dim() <= value.dim())
 
 
 def _is_number(entry: Any) -> bool:
