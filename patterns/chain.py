@@ -48,6 +48,11 @@ class Chain:
         del self.results[site.result]
         self._origins.clear()
 
+    def cut(self, node: Node) -> None:
+        """No state goes on into `node`, although one is among what it adds up."""
+        self._steps[node] = None
+        self._origins.clear()
+
     def step(self, node: Node) -> Event | None:
         """The event that ends in `node`, or None at a site's result and where nothing is known to carry the state."""
         if node in self.results:

@@ -12,7 +12,7 @@ from resfx.patterns.chain import Chain
 from resfx.patterns.dialect import SLICE, data_inputs, op_name
 from resfx.patterns.facts import Facts, identity_operand
 from resfx.patterns.places import piece_taken
-from resfx.patterns.slices import slice_base
+from resfx.patterns.slices import slice_base, strip
 from resfx.patterns.streams import Term
 from resfx.patterns.sums import affine_operand, factored_term, flatten, terms_of
 
@@ -65,14 +65,17 @@ class Sums:
         self._chain = chain
         self._readings: dict[Term, list[Reading]] = {}
         self.direct: dict[Node, list[Term]] = {}
+        self.constant: dict[Node, list[Term]] = {}  # the sums that no input reaches
         self.flat: dict[Node, list[Term]] = {}
         self.uses: dict[Node, int] = {}  # carrier -> sums that add it to something learned
         for node in graph.nodes:
             terms = terms_of(node)
-            if terms is not None and node not in facts.static:
-                self.direct[node] = terms
+            if terms is not None:
+                (self.constant if node in facts.static else self.direct)[node] = terms
         for terms in self.direct.values():
             self._name_carriers(terms)
+        for operand in {strip(o) for terms in self.constant.values() for t in terms for o in t.operands}:
+            facts.bit(operand)
 
     def _name_carriers(self, terms: list[Term]) -> None:
         for term in terms:

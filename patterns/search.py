@@ -23,10 +23,16 @@ from resfx.patterns.rejected import Rejected
 from resfx.patterns.resolution import Resolution
 from resfx.patterns.slices import parts_of, rebuilt_whole, same_source, strip
 from resfx.patterns.streams import Kind, Side, Site, Term
+from resfx.patterns.sums import cancels, stacked_without_nans
 from resfx.patterns.threads import Thread, Threads
 
 _MERGE = "what is added to {} comes back from another resolution: an encoder-decoder merge"
 _RECURRENCE = "a step of a recurrence: each step reads another piece of {}, and no weight of its own maps its state"
+
+
+_CANCELS = "{} is added and subtracted again: nothing of it is left in the sum"
+_CONSTANT = "it is made of parameters alone: no input has reached {}, and no state runs on yet"
+_NANSUM = "nansum leaves out what is no number: it is no plain sum"
 
 
 @dataclass
@@ -65,13 +71,24 @@ class Search:
                 self._judge(node)
             elif op_name(node) == "mul":
                 self._chain.step(node)  # in graph order, like the sums: what a step asks about earlier ones is known
+            elif node in self._sums.constant:
+                self._refuse_constant(node)
             elif op_name(node) == "cond":
                 self._enter_cond(node)
+            elif stacked_without_nans(node):
+                self._verdicts[node] = Rejected(node, "structure", _NANSUM)
         self._drop_lone_merges()
         self._drop_recurrences()
         return Found(self._threads.found, self._facts, self._chain, self._verdicts)
 
     # -- the verdict on one sum
+
+    def _refuse_constant(self, node: Node) -> None:
+        """A sum of parameters in the form of an update, `q + f(q)`: the same in every call."""
+        terms = self._sums.constant[node]
+        for operand in (strip(t.operands[0]) for t in terms if t.op == "value"):
+            if any(self._facts.learned(t, operand) for t in terms if strip(t.operands[0]) is not operand):
+                self._verdicts[node] = Rejected(node, "structure", _CONSTANT, (operand,))
 
     def _judge(self, node: Node) -> None:
         if self._merge(node):
@@ -179,6 +196,9 @@ class Search:
     def _miss(self, node: Node, reading: Reading, branches: list[Term], direct: bool) -> Rejected | None:
         """What forbids to call the sum a site although a branch is computed from the state."""
         carrier = reading.carrier
+        if cancels(reading.term.operands[0], self._sums.flat[node]):
+            self._chain.cut(node)
+            return Rejected(node, "structure", _CANCELS, (carrier,))
         if self._mixes.is_gated(reading, branches):
             return Rejected(
                 node, "structure", "a gated mix: {} is weighted by a value computed from the input", (carrier,)

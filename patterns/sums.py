@@ -119,10 +119,34 @@ def _add(node: Node) -> list[Term] | None:
 
 def _reduced_stack(node: Node) -> list[Term] | None:
     """`stack([a, b], k).sum(k)` and `.mean(k)`; python's builtin sum arrives as adds."""
-    stacked, dims = _argument(node, 0, "input"), _argument(node, 1, "dim")
-    if not isinstance(stacked, Node) or _argument(node, 2, "keepdim", False):
+    return None if _argument(node, 2, "keepdim", False) else _summed_stack(node)
+
+
+def _squeezed(node: Node) -> list[Term] | None:
+    """`stack([a, b], k).sum(k, keepdim=True).squeeze(k)`."""
+    kept = _argument(node, 0, "input")
+    if not isinstance(kept, Node) or op_name(kept) not in ("sum", "mean") or not _argument(kept, 2, "keepdim", False):
         return None
-    dims = [dims] if isinstance(dims, int) else list(dims or ())
+    summed, squeezed = _dims(kept), _dims(node)
+    same = len(summed) == len(squeezed) == 1 and _same_axis(kept, summed[0], squeezed[0])
+    return _summed_stack(kept) if same else None
+
+
+def stacked_without_nans(node: Node) -> list[Node]:
+    """What `nansum` adds up of a stack, each apart from its NaNs; nothing for any other node."""
+    stacked, dims = _argument(node, 0, "input"), _dims(node) if op_name(node) == "nansum" else []
+    return (_stacked(stacked, dims[0]) or []) if isinstance(stacked, Node) and len(dims) == 1 else []
+
+
+def _dims(node: Node) -> list[int]:
+    dims = _argument(node, 1, "dim")
+    return [dims] if isinstance(dims, int) else list(dims or ())
+
+
+def _summed_stack(node: Node) -> list[Term] | None:
+    stacked, dims = _argument(node, 0, "input"), _dims(node)
+    if not isinstance(stacked, Node):
+        return None
     tensors = _stacked(stacked, dims[0]) if len(dims) == 1 else None
     if tensors is None:
         return None
@@ -235,7 +259,7 @@ def _lerp(node: Node) -> list[Term] | None:
 
 _RESHAPE = frozenset({"view", "reshape", "unflatten"})
 _READERS = {
-    "add": _add, "sub": _add, "rsub": _add, "sum": _reduced_stack, "mean": _reduced_stack, "einsum": _einsum,
+    "add": _add, "sub": _add, "rsub": _add, "sum": _reduced_stack, "mean": _reduced_stack, "squeeze": _squeezed, "einsum": _einsum,
     "addcmul": _addcmul, "addcdiv": _addcmul, "lerp": _lerp, "addmm": _addmm, "baddbmm": _addmm,
 }  # fmt: skip
 
@@ -248,6 +272,13 @@ def flatten(terms: list[Term], inner: dict[Node, list[Term]]) -> list[Term]:
         rescaled = None if nested is None else _rescale(nested, term.scale)
         flat.extend([term] if rescaled is None else rescaled)
     return flat
+
+
+def cancels(operand: Node, terms: list[Term]) -> bool:
+    """Is the operand, behind no casts or views, added as often as it is subtracted?"""
+    scales = [t.scale for t in terms if t.op == "value" and t.operands[0] is operand]
+    numbers = [scale for scale in scales if not isinstance(scale, Node)]
+    return len(numbers) == len(scales) > 1 and sum(numbers) == 0
 
 
 def _rescale(terms: list[Term], factor: float | Node) -> list[Term] | None:
