@@ -14,6 +14,7 @@ import io
 import json
 import logging
 import multiprocessing
+import re
 import resource
 import signal
 import subprocess
@@ -40,6 +41,7 @@ for library in ("timm", "torchvision", "transformers.modeling_utils", "torch.exp
 MEMORY = 14 << 30
 # A hanging model sleeps, a slow one computes: the limit is on the processor's time, and many times as much may pass on a busy machine.
 PATIENCE = 20
+_INSTALLED = re.compile(r"[^\s\"'`(]*/site-packages/")  # where this machine keeps libraries is nobody's business
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -149,7 +151,7 @@ def sweep(
         for group, entry in take_through(name, missing, timeout * len(missing)).items():
             line = {"model": name, "group": group, "timeout": timeout, "commit": commit, **entry}
             with path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(_INSTALLED.sub("", json.dumps(line)) + "\n")
             wrong = {step: result for step, result in entry["steps"].items() if result["status"] in ("fail", "refuse")}
             texts = [f"{step}: {result['status']}: {result['reason'][:200]!r}" for step, result in wrong.items()]
             say(f"{name} {group} {entry['seconds']:.0f} s {'; '.join(texts) or 'ok'}")
