@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from resfx.passes.statistics import along, inverse_rms, list_softmax, wide
-from resfx.passes.stored import stored, stored_to_train
+from resfx.passes.stored import compiling, stored, stored_to_train
 
 
 class Older(NamedTuple):
@@ -96,7 +96,7 @@ class _Scores:
 
 def _softmax(scores: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Over the list; one node less per source where no compiler takes it."""
-    if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+    if not compiling():
         return torch.stack(list(scores)).softmax(0).unbind(0)
     return tuple(list_softmax(scores))
 

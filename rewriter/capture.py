@@ -6,7 +6,6 @@ that second flat graph, and folds every leaf module into one `call_module` of th
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from resfx.fx_route import fx_flat
 from resfx.graphed import GraphedModule
 from resfx.inert import leave_casts
 from resfx.keywords import speak_keywords
+from resfx.signature import forward_signature
 
 __all__ = [
     "CaptureError",
@@ -101,7 +101,7 @@ def capture(
 
 def _refuse_unknown_keywords(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """A misspelled name: Python itself speaks of the argument that is then missing."""
-    parameters = inspect.signature(module.forward).parameters
+    parameters = forward_signature(module).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     unknown = next((name for name in kwargs if name not in parameters), None)

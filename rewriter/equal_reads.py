@@ -32,11 +32,14 @@ def merge_equal_reads(module: fx.GraphModule) -> dict[fx.Node, fx.Node]:
 
     For a graph whose updates are functional. Reads of different modules, or regions, stay apart: they are folded apart.
     """
+    reads = [node for node in module.graph.nodes if _is_read(node)]
+    if len(reads) < 2:
+        return {}
     written = {_base(argument) for node in module.graph.nodes for argument in _overwritten(node)}
     first: dict[Any, fx.Node] = {}
     merged: dict[fx.Node, fx.Node] = {}
-    for node in list(module.graph.nodes):
-        if not _is_read(node) or any(_base(i) in written for i in node.all_input_nodes):
+    for node in reads:
+        if any(_base(i) in written for i in node.all_input_nodes):
             continue
         kept = first.setdefault((_place(node), _key(node, module)), node)
         if kept is not node:

@@ -178,7 +178,7 @@ class _Functionalizer:
             new = self._functional(node, target)
             # Who reads the result of copy_ reads the target, and what is written to it later.
             if new is not None and new is given and node.users:
-                new = self._copy_of(node, new)
+                new = self._copy_of(new, node)
             whole = new if new is None else self._put_back(view, new)
         if new is None or whole is None:
             self._keep(node, written)
@@ -226,8 +226,7 @@ class _Functionalizer:
                 if reader is node or shown in written_arguments(reader) or source_of(reader) is shown:
                     continue
                 with self.graph.inserting_before(min(reader, node, key=order.__getitem__)):
-                    clone = self.graph.call_function(aten.clone.default, (shown,))
-                self._fill_meta(clone, reader)
+                    clone = self._copy_of(shown, reader)
                 reader.replace_input_with(shown, clone)
 
     def _copies_itself(self, node: fx.Node, view: _View) -> bool:
@@ -294,9 +293,9 @@ class _Functionalizer:
             self._fill_meta(value, node)
         return value
 
-    def _copy_of(self, node: fx.Node, value: fx.Node) -> fx.Node:
+    def _copy_of(self, value: fx.Node, like: fx.Node) -> fx.Node:
         clone = self.graph.call_function(aten.clone.default, (value,))
-        self._fill_meta(clone, node)
+        self._fill_meta(clone, like)
         return clone
 
     def _fill_meta(self, new: fx.Node, like: fx.Node) -> None:
@@ -337,8 +336,7 @@ class _Functionalizer:
                 if view.nodes:
                     raise self._failure(node)
                 with self.graph.inserting_before(node):
-                    clone = self.graph.call_function(aten.clone.default, (target,))
-                    self._fill_meta(clone, target)
+                    clone = self._copy_of(target, target)
                 node.replace_input_with(target, clone)
                 self.versions.setdefault(view.base, []).append(clone)
                 self.views[clone] = _View(view.base, (), (), len(self.versions[view.base]))

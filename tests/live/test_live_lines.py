@@ -101,14 +101,20 @@ def test_another_sum_on_the_line_of_a_site(kind: Callable[[], Base]) -> None:
     pair.assert_same(*inputs(2, 1), gradients=False)  # what is broadcast is as large as the state here
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_it_hides_no_cut(kind: Callable[[], Base]) -> None:
+def attached_and_cut(kind: Callable[[], Base]) -> Base:
+    """A model that has run rewritten, and has a break in its first layer from now on."""
     torch._dynamo.reset()
     model = kind().eval()
     resfx.attach(model, FORM, inputs(), backend="eager")
     perturb(model)
     model(*inputs())
     model.cut = 0
+    return model
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_it_hides_no_cut(kind: Callable[[], Base]) -> None:
+    model = attached_and_cut(kind)
     for _ in range(2):
         with pytest.raises(resfx.LiveError, match=r"break.*test_live_lines\.py"):
             model(*inputs())
@@ -126,11 +132,6 @@ class Twice(Injected):
 
 
 def test_a_cut_behind_a_whole_run() -> None:
-    torch._dynamo.reset()
-    model = Twice().eval()
-    resfx.attach(model, FORM, inputs(), backend="eager")
-    perturb(model)
-    model(*inputs())
-    model.cut = 0
+    model = attached_and_cut(Twice)
     with pytest.raises(resfx.LiveError, match=r"break.*test_live_lines\.py"):
         model(*inputs())

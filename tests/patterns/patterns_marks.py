@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from new_parameters import perturb
 from torch import Tensor, nn
 
 import resfx
@@ -77,6 +78,14 @@ class Case:
                 misses = [r for r in found.rejected if r.source == at and r.stage == mark[1] and mark[2] in r.reason]
                 assert misses, f"{at}: {mark[1]}: {mark[2]}\n{_refusals(found)}"
         return found
+
+    def check_rewritten(self, form: resfx.Form) -> None:
+        """Rewrite: the same numbers at first, others once the new parameters have moved."""
+        model, inputs = self.model().eval(), self.inputs()
+        result = resfx.rewrite(model, form, inputs, warm_start=True).eval()
+        assert torch.allclose(result(*inputs), model(*inputs), atol=1e-6)
+        perturb(result)
+        assert not torch.allclose(result(*inputs), model(*inputs), atol=1e-4)
 
 
 def _refusals(found: resfx.ResidualMap) -> str:

@@ -124,9 +124,8 @@ def single(models: dict[str, Steps]) -> Iterator[str]:
 
 
 def escaped(text: str) -> str:
-    """One line of a table, without this machine's folders."""
-    text = re.sub(r"\S*/site-packages/", "", " ".join(text.split()))
-    return text.replace("|", "\\|")
+    """One line of a table. The rows of the sweep have no folders of a machine."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def versions() -> str:
