@@ -46,12 +46,13 @@ class Mixes:
 
     def is_difference(self, node: Node, reading: Reading) -> bool:
         """Is the sum `f(x) - x`, and does it reach, through factors and casts alone, another sum with x?"""
-        if reading.term.scale != -1 or not self._is_added_back(node, reading.carrier):
+        if reading.term.scale != -1 or not self.is_added_to(node, reading.carrier):
             return False
         self._differences[node] = reading.carrier
         return True
 
-    def _is_added_back(self, node: Node, carrier: Node) -> bool:
+    def is_added_to(self, node: Node, carrier: Node) -> bool:
+        """Does the value reach, through factors and casts alone, a sum with `carrier`?"""
         while len(users := data_users(node)) == 1:
             user = users[0]
             if user in self._sums.direct:

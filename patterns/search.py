@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from torch.fx import Graph, GraphModule, Node
 
 from resfx.patterns import dialect
+from resfx.patterns.alive import ancestors
 from resfx.patterns.chain import Chain
-from resfx.patterns.dialect import op_name
+from resfx.patterns.dialect import data_inputs, op_name
 from resfx.patterns.event_nodes import event_nodes
 from resfx.patterns.facts import Facts, Reach
 from resfx.patterns.mixes import Mixes
@@ -31,6 +32,7 @@ _RECURRENCE = "a step of a recurrence: each step reads another piece of {}, and 
 
 
 _CANCELS = "{} is added and subtracted again: nothing of it is left in the sum"
+_INJECTED_AHEAD = "{} goes on as the state, updated by what is computed from this sum: {} is only injected into it"
 _CONSTANT = "it is made of parameters alone: no input has reached {}, and no state runs on yet"
 _NANSUM = "nansum leaves out what is no number: it is no plain sum"
 
@@ -216,6 +218,9 @@ class Search:
             )
         if self._goes_round_a_stream(branches, carrier):
             return Rejected(node, "shape", _MERGE, (carrier,))
+        state = next((t for t in branches if self._goes_on_beside(t, node, carrier)), None)
+        if state is not None:
+            return Rejected(node, "order", _INJECTED_AHEAD, (state.operands[0], carrier))
         skip = reading.term.operands[0]
         if not dialect.same_shape(skip, node):
             return Rejected(node, "shape", "the sum has another shape than its term {}", (skip,))
@@ -245,6 +250,22 @@ class Search:
         on_the_way = set().union(*map(event_nodes, events))
         beside = any(user not in on_the_way for state in before for user in data_users(state))
         return beside or len(data_users(term.operands[0])) > 1
+
+    def _goes_on_beside(self, term: Term, node: Node, carrier: Node) -> bool:
+        """Is the term itself updated, `u + g(x + u)`, by what is computed from the sum `node`, which no sum adds to anything?
+
+        `x + (u + g(x + u))` adds both to the state at last, and so updates that.
+        """
+        value = term.operands[0]
+        if term.op != "value" or self._sums.uses.get(node):
+            return False
+        later = (user for user in data_users(value) if user is not node and user in self._sums.direct)
+        return any(self._reads(user, node) and not self._mixes.is_added_to(user, carrier) for user in later)
+
+    def _reads(self, later: Node, node: Node) -> bool:
+        """Is `later`, which the facts may not have reached yet, computed from `node`?"""
+        order = self._facts.order
+        return node in ancestors([later], lambda n: (i for i in data_inputs(n) if order[i] >= order[node]))
 
     def _goes_round_a_stream(self, branches: list[Term], carrier: Node) -> bool:
         if not self._resolution.comes_back(branches, carrier):

@@ -316,6 +316,28 @@ class InputInjection(Net):
         return state
 
 
+@case()
+class PositionsThatMadeTheState(Net):
+    """Queries made of the positions, which are added to them again for a branch to read: no state runs on in that sum."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        state = self.n(self.f(positions))
+        query = state + positions  # MISS order: injected
+        state = self.m(state + self.g(query))  # SITE
+        query = state + positions  # MISS order: injected
+        return state + self.h(query)  # SITE
+
+
+@case(streams=3)
+class UpdatesAddedAtLast(Net):
+    """`x + (u + g(x + u))`: x runs on, though u is added to what is computed from the first sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        update = self.f(x)
+        inner = x + update  # SITE
+        return x + (update + self.g(inner))  # SITE x2
+
+
 @case(IMAGE, streams=0)
 class EncoderDecoderMerge(ConvNet):
     """A U-Net that adds: both levels come back from a smaller image."""
