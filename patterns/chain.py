@@ -170,7 +170,7 @@ class Chain:
         for term in terms:
             site = (
                 self.origin(term.operands[0])
-                if term.op == "value" and dialect.same_shape(term.operands[0], node)
+                if term.op == "value" and dialect.as_large(term.operands[0], node)
                 else None
             )
             if site is not None:

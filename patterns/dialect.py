@@ -167,6 +167,17 @@ def same_shape(left: Node, right: Node) -> bool:
     return a is not None and b is not None and equal_shapes(a, b)
 
 
+def as_large(operand: Node, result: Node) -> bool:
+    """Has the operand of an elementwise operation its result's shape? One that is broadcast has a 1 in its place.
+
+    So equal sizes in the example tell, where the sizes are other expressions.
+    """
+    a, b = shape_of(operand), shape_of(result)
+    if a is None or b is None or len(a) != len(b):
+        return False
+    return all(_same_size(x, y) or _example_size(x) == _example_size(y) != 1 for x, y in zip(a, b, strict=True))
+
+
 def equal_shapes(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """True where the sizes are equal, symbol by symbol."""
     return len(a) == len(b) and all(_same_size(x, y) for x, y in zip(a, b, strict=True))

@@ -222,8 +222,9 @@ class Search:
         if state is not None:
             return Rejected(node, "order", _INJECTED_AHEAD, (state.operands[0], carrier))
         skip = reading.term.operands[0]
-        if not dialect.same_shape(skip, node):
-            return Rejected(node, "shape", "the sum has another shape than its term {}", (skip,))
+        if not dialect.as_large(skip, node):
+            shapes = (str([*(dialect.shape_of(n) or ())]) for n in (node, skip))
+            return Rejected(node, "shape", "the sum has another shape than its term {}: {}, and {}", (skip, *shapes))
         return None
 
     def _is_read_whole(self, branches: list[Term], carrier: Node) -> bool:

@@ -55,6 +55,28 @@ class NormOfAPartFromElsewhere(Net):
         return y + self.g(y)  # SITE
 
 
+@case((2, 8, D))
+class JoinedBlocks(Net):
+    """Block-sparse attention: the length of what is added is an expression that nothing proves to be the state's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.f, self.g):
+            batch, length, _ = x.shape
+            blocks = length // 4
+            y = layer(x).view(batch, blocks, length // blocks, D)
+            x = y.reshape(batch, blocks * (length // blocks), D) + x  # SITE x2
+        return x
+
+
+@case((2, 1, D), (2, 5, D), streams=0)
+class BroadcastState(Net):
+    """A state of one token is no state of the sum's shape."""
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        x = self.n(x)
+        return x + self.f(x * tokens)  # MISS shape: another shape than its term layer_norm: [s
+
+
 @case()
 class Mapped(Net):
     """The second block sees one sample at a time: vmap hides an axis of the state in between."""
