@@ -15,6 +15,7 @@ from resfx.patterns import dialect
 from resfx.patterns.alive import ancestors
 from resfx.patterns.chain import Chain
 from resfx.patterns.dialect import data_inputs, op_name
+from resfx.patterns.distances import is_distance
 from resfx.patterns.event_nodes import event_nodes
 from resfx.patterns.facts import Facts, Reach
 from resfx.patterns.mixes import Mixes
@@ -208,6 +209,10 @@ class Search:
         if self._mixes.is_difference(node, reading):
             return Rejected(
                 node, "structure", "a difference from {} that is added to it: that add mixes the two", (carrier,)
+            )
+        if is_distance(node, self._sums.direct[node]):
+            return Rejected(
+                node, "structure", "a distance from {}: only the size of the difference is read", (carrier,)
             )
         if not direct and self._sums.uses[carrier] > 1:
             return Rejected(node, "order", "{} is added again and again: a bias of another stream's branch", (carrier,))

@@ -41,6 +41,26 @@ class SubtractedInPart(Net):
         return x + (self.f(x) - 0.5 * x)  # SITE
 
 
+@case(streams=0)
+class Distances(Net):
+    """Losses: of a difference from the input no more than its size is read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        squared = (self.f(x) - x) ** 2  # MISS structure: a distance
+        absolute = (x - self.g(x)).float().abs()  # MISS structure: a distance
+        difference = self.h(x) - x  # MISS structure: a distance
+        return squared.mean() + absolute.mean(-1).sum() + (difference * difference).mean()
+
+
+@case()
+class DifferenceWhoseSizeIsReadToo(Net):
+    """A denoiser that returns the clean input, beside how much noise is left."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        clean = x - self.f(x)  # SITE
+        return clean, clean.square().mean()
+
+
 @case()
 class LearnedQueries(Net):
     """The first update is the same in every call: the state runs from where the input comes in."""
