@@ -16,8 +16,8 @@ from resfx.patterns.alive import ancestors
 from resfx.patterns.chain import Chain
 from resfx.patterns.dialect import data_inputs, op_name
 from resfx.patterns.distances import is_distance
-from resfx.patterns.event_nodes import event_nodes
 from resfx.patterns.facts import Facts, Reach
+from resfx.patterns.long_skips import is_read_beside, long_skips
 from resfx.patterns.mixes import Mixes
 from resfx.patterns.readings import Candidate, Reading, Sums, data_users
 from resfx.patterns.recurrences import recurrent_sites
@@ -33,6 +33,7 @@ _RECURRENCE = "a step of a recurrence: each step reads another piece of {}, and 
 
 
 _CANCELS = "{} is added and subtracted again: nothing of it is left in the sum"
+_INJECTED = "{} is itself a running state: {} is injected into it"
 _INJECTED_AHEAD = "{} goes on as the state, updated by what is computed from this sum: {} is only injected into it"
 _CONSTANT = "it is made of parameters alone: no input has reached {}, and no state runs on yet"
 _NANSUM = "nansum leaves out what is no number: it is no plain sum"
@@ -66,6 +67,7 @@ class Search:
         self._resolution = Resolution(graph, self._facts)
         self._verdicts: dict[Node, Site | Rejected] = {}
         self._loose: set[Node] = set()  # sums in which no term is computed from another one
+        self._injected: dict[Node, Candidate] = {}  # sums that add a running state to an earlier value
 
     def run(self) -> Found:
         for node in self._graph.nodes:
@@ -82,6 +84,7 @@ class Search:
                 self._verdicts[node] = Rejected(node, "structure", _NANSUM)
         self._drop_lone_merges()
         self._drop_recurrences()
+        self._take_long_skips()
         return Found(self._threads.found, self._facts, self._chain, self._verdicts)
 
     # -- the verdict on one sum
@@ -186,15 +189,19 @@ class Search:
         branches = direct or [t for t, reach in related if reach.learned & bit]
         if not branches:
             return Rejected(node, "learned", "what is added to {} meets no weight on its way from there", (carrier,))
+        added = tuple(t for t, _ in others)
+        candidate = Candidate(node, node, reading, added, tuple(branches), carrier, bool(direct))
         miss = self._miss(node, reading, branches, bool(direct))
         if miss is not None:
+            if miss.template == _INJECTED:
+                self._injected.setdefault(node, candidate)
             return miss
         result = rebuilt_whole(node, reading.region) if reading.region else node
         if result is None and self._is_read_whole(branches, carrier):
             reading, result = replace(reading, region=()), node  # the part goes on as a state by itself
         if result is None:
             return Rejected(node, "structure", "a part of {} is added to, and not put back into it", (carrier,))
-        return Candidate(node, result, reading, tuple(t for t, _ in others), tuple(branches), carrier, bool(direct))
+        return replace(candidate, result=result, reading=reading)
 
     def _miss(self, node: Node, reading: Reading, branches: list[Term], direct: bool) -> Rejected | None:
         """What forbids to call the sum a site although a branch is computed from the state."""
@@ -218,9 +225,7 @@ class Search:
             return Rejected(node, "order", "{} is added again and again: a bias of another stream's branch", (carrier,))
         state = next((t for t in branches if self._is_running_state(t, carrier)), None)
         if state is not None:
-            return Rejected(
-                node, "order", "{} is itself a running state: {} is injected into it", (state.operands[0], carrier)
-            )
+            return Rejected(node, "order", _INJECTED, (state.operands[0], carrier))
         if self._goes_round_a_stream(branches, carrier):
             return Rejected(node, "shape", _MERGE, (carrier,))
         state = next((t for t in branches if self._goes_on_beside(t, node, carrier)), None)
@@ -246,16 +251,10 @@ class Search:
         site = self._chain.origin(term.operands[0])
         if site is None:
             return False
-        events = list(self._chain.walk(term.operands[0]))
-        before = [event.before for event in events]
-        if carrier in (term.operands[0], *before):
+        if carrier in (term.operands[0], *(event.before for event in self._chain.walk(term.operands[0]))):
             return False
         thread = self._threads.of(site)
-        if carrier in thread.states or carrier in thread.prefix:
-            return True
-        on_the_way = set().union(*map(event_nodes, events))
-        beside = any(user not in on_the_way for state in before for user in data_users(state))
-        return beside or len(data_users(term.operands[0])) > 1
+        return carrier in thread.states or carrier in thread.prefix or is_read_beside(term, self._chain)
 
     def _goes_on_beside(self, term: Term, node: Node, carrier: Node) -> bool:
         """Is the term itself updated, `u + g(x + u)`, by what is computed from the sum `node`, which no sum adds to anything?
@@ -292,6 +291,12 @@ class Search:
         for site, whole in recurrent_sites(self._threads, self._facts).items():
             self._threads.of(site).sites.remove(site)
             self._verdicts[site.node] = Rejected(site.node, "order", _RECURRENCE, (whole,))
+
+    def _take_long_skips(self) -> None:
+        verdicts = ((self._verdicts.get(node), candidate) for node, candidate in self._injected.items())
+        injected = [c for verdict, c in verdicts if isinstance(verdict, Rejected) and verdict.template == _INJECTED]
+        for candidate in long_skips(injected, self._threads, self._chain):
+            self._accept(candidate)
 
     # -- taking a site in
 
