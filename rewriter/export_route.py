@@ -66,13 +66,13 @@ def unlift(program: torch.export.ExportedProgram, model: nn.Module) -> Unlifted:
     result.notes.extend(result.functional.notes)
     if cut_gradients(module.graph):
         result.notes.append("some operations run with gradients off; their inputs are detached")
-    remove_dead(module.graph, arguments)
+    remove_dead(module.graph, arguments | result.functional.written_to(arguments))
     return result
 
 
 def _arguments(program: torch.export.ExportedProgram, unlifted: Unlifted) -> set[fx.Node]:
     """What the calls with a kept signature are given: needed when they are folded, also where only its sizes count."""
-    signatures = [entry.signature for entry in program.module_call_graph if entry.signature is not None]
+    signatures = [entry.signature for entry in program.module_call_graph if entry.fqn and entry.signature is not None]
     names = {a.name for signature in signatures for a in signature.inputs if not isinstance(a, ConstantArgument)}
     values = {value for point in unlifted.tracepoints for value in point.values if isinstance(value, fx.Node)}
     return values | {node for (_, name), node in unlifted.origin.items() if name in names}

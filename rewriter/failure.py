@@ -126,6 +126,15 @@ def example_failure(error: BaseException, model: nn.Module) -> CaptureError:
     )
 
 
+def captured_failure(error: BaseException, graph_module: nn.Module) -> CaptureError:
+    """The CaptureError for a captured graph that fails where the model ran; raise it `from error`."""
+    return CaptureError(
+        f"the captured graph fails on the example inputs, on which the model runs{_told(error, graph_module)}\n"
+        "  The model may take another way while it is exported, or keep state outside its parameters: pass frontend='fx', or"
+        " rewrite the submodule that holds the stream."
+    )
+
+
 def call_failure(error: BaseException, model: nn.Module) -> str:
     """What to say where the model itself fails on a call."""
     return f"the model itself fails on this call{_told(error, model)}"

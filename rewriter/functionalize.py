@@ -8,6 +8,7 @@ buffers stay mutated in place. What has no functional counterpart stays in place
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -55,6 +56,11 @@ class Functional:
         part = self.rejoined.get(value)
         return part if part in order and order[part] < position else value
 
+    def written_to(self, nodes: Collection[fx.Node]) -> set[fx.Node]:
+        """What was written to `nodes`: who is given one may be given it then, though nothing that was traced reads it."""
+        bases = {self.views[node].base for node in nodes if node in self.views}
+        return {value for base in bases for value in self.versions.get(base, ())}
+
     def _written(self, node: fx.Node, order: dict[fx.Node, int], position: int) -> fx.Node:
         node = self.replaced.get(node, node)
         view = self.views.get(node)
@@ -63,6 +69,8 @@ class Functional:
         done = [new for new in self.versions.get(view.base, ()) if new in order and order[new] < position]
         if len(done) <= view.version:
             return node
+        if not view.keys:
+            return done[-1]  # made by a write, not shown by a read: nobody may have read the whole since
         return self.shown.get((view.base, view.keys, len(done)), node)
 
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from resfx.capture_errors import CaptureError
 from resfx.captured import Captured
 from resfx.environment import training_mode
-from resfx.failure import example_failure
+from resfx.failure import captured_failure, example_failure
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
@@ -28,7 +28,7 @@ def verify_capture(model: nn.Module, captured: Captured, args: Sequence[Any], kw
     if not has_numbers(model):
         return
     expected = _leaves(example_run(model, args, kwargs))  # fake tensors may pass over what a kernel refuses
-    actual = _leaves(trial_run(captured.graph_module, args, kwargs))
+    actual = _leaves(_captured_run(captured, args, kwargs))
     compared = {path: value for path, value in expected.items() if path in actual}
     for path, value in compared.items():
         _compare(path, value, actual[path])
@@ -70,6 +70,14 @@ def example_run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         return trial_run(model, args, kwargs)
     except Exception as error:
         raise example_failure(error, model) from error
+
+
+def _captured_run(captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Errors: CaptureError where the captured graph fails on what the model itself ran on."""
+    try:
+        return trial_run(captured.graph_module, args, kwargs)
+    except Exception as error:
+        raise captured_failure(error, captured.graph_module) from error
 
 
 def _leaves(output: Any) -> dict[str, torch.Tensor]:
