@@ -20,7 +20,7 @@ from resfx.passes.group_read import group_partials
 from resfx.passes.products import wide_linear
 from resfx.passes.routing import Older, mixture
 from resfx.passes.statistics import along, full_precision, inverse_rms, wide
-from resfx.passes.stored import stored
+from resfx.passes.stored import scaled_sum, stored
 
 Scalar = float | Tensor
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -250,7 +250,7 @@ def convex_highway_write(h: Tensor, u: Tensor, weight: Tensor, bias: Tensor, dim
 @_example(_like_state)
 def scaled_write(h: Tensor, u: Tensor, factor: float, loops: int = 1) -> Tensor:
     """h + factor / loops u; `loops`: how often the body that this write stands in runs."""
-    return (h + factor / loops * u).to(h.dtype)
+    return scaled_sum(h, u, factor / loops).to(h.dtype)
 
 
 @_example(_like_state)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from resfx.passes import group_kernels, ops
 from resfx.passes.statistics import list_softmax
-from resfx.passes.stored import stored, stored_to_train
+from resfx.passes.stored import scaled_sum, stored, stored_to_train
 from resfx.passes.streams_again import streams_again
 
 EPS = 1e-6
@@ -107,3 +107,25 @@ class _Write(torch.nn.Module):
 def test_a_softmax_of_large_logits() -> None:
     logits = [torch.tensor([[800.0]]), torch.tensor([[-900.0]]), torch.tensor([[799.0]])]
     assert torch.allclose(torch.stack(list_softmax(logits)), torch.stack(logits).softmax(0))
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.3, -1.7, 1e-4])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_scaled_sum_is_the_sum(backend: str, factor: float) -> None:
+    h, u, g = (torch.randn(2, 3, 6, dtype=torch.float64) for _ in range(3))
+    tensors = h.requires_grad_(), u.requires_grad_()
+    actual = torch.compile(scaled_sum, backend=backend, fullgraph=True)(*tensors, factor)
+    expected = h + factor * u
+    assert relative(actual, expected) < 1e-14
+    for a, e in zip(torch.autograd.grad(actual, tensors, g), (g, factor * g), strict=True):
+        assert torch.allclose(a, e, rtol=1e-14, atol=0)
+
+
+def test_a_scaled_sum_under_vmap() -> None:
+    h, u = torch.randn(4, 3, 6), torch.randn(4, 3, 6)
+
+    def each(h: Tensor, u: Tensor) -> Tensor:
+        return scaled_sum(h, u, 0.5)
+
+    mapped = torch.compile(torch.func.vmap(each), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(mapped(h, u), h + 0.5 * u)
