@@ -278,7 +278,17 @@ def _leaf(leaves: tuple[Any, ...], calls: tuple[_Call, ...]) -> Any:
     shapes, dtypes = zip(*leaves, strict=True)
     if len({len(shape) for shape in shapes}) > 1 or len(set(dtypes)) > 1:
         raise _Unlawful
-    return _Made(tuple(_size(sizes, calls) for sizes in zip(*shapes, strict=True)), dtypes[0])
+    rank = len(shapes[0])
+    sizes = enumerate(zip(*shapes, strict=True))
+    return _Made(tuple(_of_an_argument(axis, rank, seen, calls) or _size(seen, calls) for axis, seen in sizes), dtypes[0])
+
+
+def _of_an_argument(axis: int, rank: int, sizes: tuple[int, ...], calls: tuple[_Call, ...]) -> Size | None:
+    """The same axis of an argument with as many axes, where it has that size in all runs: there may be no run with another one."""
+    for number, shape in enumerate(calls[0].inputs):
+        if len(shape) == rank and all(c.inputs[number][axis] == size for c, size in zip(calls, sizes, strict=True)):
+            return ((number, axis),)
+    return None
 
 
 def _size(sizes: tuple[int, ...], calls: tuple[_Call, ...]) -> Size:

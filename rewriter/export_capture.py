@@ -130,7 +130,8 @@ def _first_success(
         except Exception as error:
             forget(handled, error)
             first = first or error
-            if is_data_dependent(error) or is_unknown_output(error):
+            # What stays eager is run to see its sizes, and a model need not run where a size of 1 was grown.
+            if is_unknown_output(error) or (is_data_dependent(error) and not asked.grown):
                 break
             continue
         exported = _assemble(program, model, attempt, parameters, mode)

@@ -226,3 +226,41 @@ def test_what_can_not_be_one_call_is_named_with_its_line() -> None:
     call.meta["stack_trace"] = '  File "/user/model.py", line 7, in forward\n    return self.inner(x)\n'
     with pytest.raises(resfx.CaptureError, match=r"`body\.inner`, called at /user/model\.py:7,"):
         refuse_unfolded(graph)
+
+
+class Pieces(nn.Module):
+    """Images packed into one row of patches, as towers of vision-language models have them: each piece by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        pieces = torch.split(self.linear(x), lengths.tolist())
+        return torch.cat([piece.softmax(0) for piece in pieces])
+
+
+class Packed(nn.Module):
+    """`grid` [1, 2] holds the rows and columns of the patches: no example with another size of `x` is told by the sizes alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Pieces() for _ in range(2))
+        self.mlp = nn.Linear(D, D)
+
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:
+        for part in self.parts:
+            x = x + part(x, grid.prod(-1))
+            x = x + self.mlp(x)
+        return x
+
+
+def test_a_row_of_packed_pieces() -> None:
+    model = Packed().eval()
+    example = torch.randn(12, D), torch.tensor([[3, 4]])
+    found = resfx.find(model, example)
+    assert [len(stream.sites) for stream in found.streams] == [4]
+    rewritten = resfx.rewrite(model, resfx.DeltaAttention(), example, warm_start=True)
+    for grid in (example[1], torch.tensor([[2, 5]])):
+        x = torch.randn(int(grid.prod()), D)
+        torch.testing.assert_close(rewritten(x, grid), model(x, grid), rtol=0, atol=0)
