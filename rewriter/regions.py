@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from resfx.passes.autocast import ENTER, EXIT
 from resfx.root import take_over
@@ -48,6 +49,7 @@ def inline_regions(
                 frozen.add(inliner.number)
             found = True
     _restore_outside(detached, frozen, origin)
+    _call_functions_themselves(module)
     _drop_unused(module, bodies)
     module.recompile()
 
@@ -59,10 +61,14 @@ class _Region:
         self.kind, self.body, self.operands, self.setting = kind, body, operands, setting
 
 
+def _op(node: fx.Node) -> str:
+    """The name of the higher-order op that the node calls, or ""."""
+    target = node.target
+    return str(target.name()) if isinstance(target, torch._ops.HigherOrderOperator) else ""  # type: ignore[no-untyped-call]
+
+
 def _region(module: fx.GraphModule, node: fx.Node) -> _Region | None:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
-        return None
-    name = str(node.target.name())  # type: ignore[no-untyped-call]
+    name = _op(node)
     if name == "wrap_with_set_grad_enabled":
         enabled, body, *operands = node.args
         return _Region("grad" if enabled else "no_grad", _body(module, body), tuple(operands), (enabled,))
@@ -233,6 +239,18 @@ def _handed_through(value: fx.Node) -> list[fx.Node]:
 
 def _differentiable(value: torch.Tensor) -> bool:
     return value.dtype.is_floating_point or value.dtype.is_complex
+
+
+def _call_functions_themselves(module: fx.GraphModule) -> None:
+    """`flat_apply(f, spec, *leaves)`, as an autograd.Function arrives, becomes `f(*args, **kwargs)`.
+
+    It reads `f` and `spec` from attributes that are no tensors and no modules: a result would not have them.
+    """
+    for node in module.graph.nodes:
+        if _op(node) == "flat_apply":
+            function, spec = (operator.attrgetter(str(source.target))(module) for source in node.args[:2])
+            node.target = pytree.tree_unflatten([], function).func
+            node.args, node.kwargs = pytree.tree_unflatten(node.args[2:], spec)
 
 
 def _drop_unused(module: fx.GraphModule, bodies: list[str]) -> None:

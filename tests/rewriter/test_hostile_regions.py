@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from capture_helpers import assert_same, fold_model
 from torch import nn
+from torch._export.wrappers import allow_in_pre_dispatch_graph
 from torch.utils.checkpoint import checkpoint
 
 import resfx
@@ -137,3 +141,42 @@ def test_a_checkpointed_region_in_another_keeps_its_gradients(reentrant: tuple[b
         module(x).square().sum().backward()
         found.append([parameter.grad for parameter in module.parameters()])
     torch.testing.assert_close(found[1], found[0])
+
+
+class Steep(torch.autograd.Function):
+    """Stays one call in an export, by `flat_apply`; its gradient is its own."""
+
+    @classmethod
+    @allow_in_pre_dispatch_graph
+    def apply(cls, *args: Any) -> Any:
+        return super().apply(*args)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * 100, None
+
+
+class Custom(nn.Module):
+    def __init__(self, gradients: bool) -> None:
+        super().__init__()
+        self.f, self.g, self.gradients = nn.Linear(8, 8), nn.Linear(8, 8), gradients
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.f(x)
+        with torch.set_grad_enabled(self.gradients):
+            scale = Steep.apply(x, 0.5)
+        return x + self.g(x) * scale
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_function_with_a_backward_of_its_own(gradients: bool) -> None:
+    model, x = Custom(gradients), torch.randn(2, 5, 8)
+    graphed, _ = fold_model(model, (x,))
+    assert_same(model, graphed, (x,))
+    rewritten = resfx.rewrite(model, resfx.Standard(), (x,))
+    assert_same(rewritten, copy.deepcopy(rewritten), (x,))
+    assert_same(rewritten, resfx.revert(rewritten, streams=[0]), (x,))
