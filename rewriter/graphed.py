@@ -40,8 +40,8 @@ class GraphedModule(nn.Module):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> GraphedModule:
         # forward is generated per instance, so every instance gets its own class.
-        base = next(c for c in cls.__mro__ if not c.__dict__.get("_is_instance_class", False))
-        own = type(base.__name__, (base,), {"_is_instance_class": True, "__module__": base.__module__})
+        bases = cls.__bases__ if cls.__dict__.get("_is_instance_class", False) else (cls,)
+        own = type(cls.__name__, bases, {"_is_instance_class": True, "__module__": cls.__module__})
         instance: GraphedModule = super().__new__(own)
         return instance
 
@@ -55,6 +55,11 @@ class GraphedModule(nn.Module):
         self.__dict__["_graph"] = module.graph
         self.__dict__["_train_refusal"] = module.meta.get(TRAIN_REFUSAL)
         self.recompile()
+
+    def stand_in_for(self, kind: type[nn.Module]) -> None:
+        """Be an instance of `kind` too: its methods and properties, but its forward and what is defined here, are this module's own."""
+        own = type(self)
+        own.__bases__ = (*own.__bases__, kind)
 
     @property
     def graph(self) -> fx.Graph:

@@ -6,7 +6,7 @@ The new parameters live at the root, `residual.<stream>.<site>.<name>`, as every
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
@@ -106,14 +106,17 @@ def _exchanged(module: nn.Module, results: Mapping[int, nn.Module], known: dict[
 
 
 def _settle(part: Part, result: Rewritten, residual: ParameterTree) -> None:
-    """The part's new parameters move to the root's tree, and its attributes stay readable for the code around it."""
+    """The part's new parameters move to the root's tree; its attributes and methods stay there for the code around it."""
     tree = result._modules.pop("residual", None)  # None: a form may need no parameter for so few sites
     if isinstance(tree, ParameterTree):
         result.__dict__["residual"] = tree  # read by its code, listed by the root alone
         for name, child in tree._modules.items():
             residual.add_module(str(part.first + int(name)), child)
     for name, value in vars(part.module).items():
-        result.__dict__.setdefault(name, value)
+        if name != "forward":  # one set on the instance, which would run in place of the rewritten one
+            result.__dict__.setdefault(name, value)
+    if not isinstance(part.module, Iterable):  # it would count children of the result's own
+        result.stand_in_for(type(part.module))
 
 
 def _report(

@@ -155,6 +155,56 @@ def test_what_only_a_captured_model_has() -> None:
         resfx.rewrite(result, resfx.Review(), (x,))
 
 
+class Base(nn.Module):
+    def width(self) -> int:
+        raise NotImplementedError
+
+
+class Tower(Base):
+    """Asked for more than its call by the code around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Embedding(7, D), Block()
+        self.forward = self.forward  # as those do who wrap it
+
+    @property
+    def depth(self) -> int:
+        return len(self._modules)
+
+    def width(self) -> int:
+        return self.embed.embedding_dim
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        return self.embed(tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.block(x))
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Tower()
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        assert isinstance(self.tower, Base)
+        x = self.tower(self.tower.embedded(tokens) * self.tower.depth * self.tower.width())
+        return {"out": x if x.sum() > -1e9 else -x}
+
+
+def test_a_part_answers_what_its_class_does() -> None:
+    torch.manual_seed(0)
+    model, tokens = Around(), torch.randint(7, (3, 5))
+    result = resfx.rewrite(model, resfx.DeltaAttention(), (tokens,), warm_start=True, copy=False).eval()
+    assert same(result, model, tokens)
+    perturb(result)
+    assert not same(result, model, tokens)
+    other = copy.deepcopy(result)
+    assert same(other, result, tokens)
+    assert set(other.state_dict()) == set(result.state_dict()) > set(model.state_dict())
+
+
 def test_no_part_with_a_stream() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
