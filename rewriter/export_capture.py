@@ -58,7 +58,7 @@ def export_flat(
         raise capture_failure(error, model, "export") from error
     asked = asked_dims(dynamic_shapes, parameters, args, kwargs)
     seen_checkpoints: list[str] = []
-    with capturing(model, mode, seen_checkpoints), refused_draws(), libraries.without_cache(model) as uncached:
+    with capturing(model, mode, seen_checkpoints), refused_draws(model), libraries.without_cache(model) as uncached:
         tries = (
             [replace(only, grown=False)]
             if only is not None

@@ -15,6 +15,7 @@ from resfx.capture_errors import CaptureError
 from resfx.captured import Captured
 from resfx.environment import training_mode
 from resfx.failure import captured_failure, example_failure
+from resfx.foreign_draws import kept_generators
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
@@ -57,6 +58,7 @@ def trial_run(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     with (
         training_mode(module, "eval"),
         _kept_buffers(module),
+        kept_generators(),
         torch.no_grad(),
         torch.random.fork_rng([device] if device else [], enabled=True),
     ):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from capture_helpers import assert_same, fold_model
 from torch import nn
 
+import resfx
 from resfx.capture import CaptureError
 from resfx.modes import ModeSwitch
 
@@ -147,11 +148,50 @@ class NumpyNoise(LayerDrop):
         return self.block(x) * (numpy.random.rand() if self.training else 1.0)
 
 
+class DrawnFirst(LayerDrop):
+    """Draws in both modes; who reads the number is another matter."""
+
+    def __init__(self, kind: str, p: float) -> None:
+        super().__init__()
+        self.kind, self.p = kind, p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = random.uniform(0, 1) if self.kind == "python" else numpy.random.uniform(0, 1)
+        if self.kind == "scale":
+            return self.block(x) * drawn
+        if (self.training or self.kind == "always") and drawn < self.p:
+            return x
+        return self.block(x)
+
+
+@pytest.mark.parametrize("kind", ["python", "numpy"])
+def test_a_draw_that_nobody_reads_is_none(kind: str) -> None:
+    x = torch.randn(3, 5, 8)
+    for p, mode in ((0.0, "train"), (0.5, "eval")):
+        model = DrawnFirst(kind, p)
+        graphed, folded = fold_model(model, (x,))
+        assert folded.captured.mode == mode
+        assert_same(model, graphed, (x,), modes=(False,) if p else (True, False))
+    assert "test_modes.py" in next(
+        note for note in folded.captured.notes if "does not trace (the model draws from" in note
+    )
+    assert isinstance(random.uniform(0, 1), float)
+    assert isinstance(numpy.random.uniform(0, 1), float)
+
+
+@pytest.mark.parametrize("kind", ["always", "scale"])
+def test_a_draw_that_is_read_is_refused_where_it_is_read(kind: str) -> None:
+    with pytest.raises(CaptureError, match=r"draws from `numpy\.random`[^\n]*\n  at .*test_modes\.py:\d+: .*drawn"):
+        fold_model(DrawnFirst(kind, 0.1), (torch.randn(3, 5, 8),))
+
+
 def test_draws_that_are_not_torchs_are_given_back() -> None:
     random.seed(3)
     expected = random.random()
     random.seed(3)
-    fold_model(PythonLayerDrop(), (torch.randn(3, 5, 8),))
+    for model in (PythonLayerDrop(), DrawnFirst("python", 0.0)):
+        resfx.find(model, (x := torch.randn(3, 5, 8),))
+        resfx.rewrite(model, resfx.Standard(), (x,))
     assert random.random() == expected
 
 
