@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from resfx.captured import ModuleCall
 from resfx.export_route import has_effect
+from resfx.fold import take
 from resfx.inert import Back, origin_of
 from resfx.patterns.dialect import call_entries
 
@@ -37,6 +39,12 @@ class Difference:
 
 
 def _key(node: fx.Node) -> tuple[Any, ...]:
+    call = node
+    while call.target in (operator.getitem, take):
+        call = call.all_input_nodes[0]
+    if call.op == "call_module":
+        # Its place in the source is the last one inside of the leaf, which the modes need not share.
+        return (node.op, node.target, _own_entry(call), () if call is node else node.args[1:])
     target = str(node.target) if node.op in ("placeholder", "get_attr", "call_module") else node.target
     lines = [line.strip() for line in str(node.meta.get("stack_trace", "")).splitlines() if "File " in line]
     return (node.op, target, tuple(call_entries(node)), lines[-1] if lines else "")
@@ -118,10 +126,15 @@ def twin_calls(graph: fx.Graph, evaluation: Sequence[ModuleCall]) -> dict[fx.Nod
     calls = {(call.path, call.index): call for call in evaluation}
     found = {}
     for node in graph.nodes:
-        own = [entry for entry in call_entries(node) if node.op == "call_module" and entry[0] == node.target]
-        if own and own[-1] in calls:
-            found[node] = calls[own[-1]]
+        own = _own_entry(node) if node.op == "call_module" else None
+        if own in calls:
+            found[node] = calls[own]
     return found
+
+
+def _own_entry(call: fx.Node) -> tuple[str, int] | None:
+    """(path, index) of the leaf call that the node is; None for what is no call of the model's own, as a mode switch."""
+    return next((entry for entry in reversed(call_entries(call)) if entry[0] == call.target), None)
 
 
 def _call_arguments(call: ModuleCall) -> list[Any]:

@@ -121,3 +121,43 @@ def test_a_model_made_inside_inference_mode_is_copied_or_refused() -> None:
     with pytest.raises(resfx.CaptureError, match=r"`0\.f\.weight` was made inside torch\.inference_mode\(\)"):
         resfx.rewrite(model, resfx.DeltaAttention(), (torch.randn(2, 5, 8),), copy=False)
     assert len(resfx.rewrite(model, resfx.DeltaAttention(), (torch.randn(2, 5, 8),)).residual_map.sites) == 2
+
+
+class OtherWay(nn.Module):
+    """A leaf whose last line is another one in train mode, where it may depend on values as well."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.f, self.g, self.kind = nn.Linear(8, 8), nn.Linear(8, 8), kind
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.f(x).relu()
+        if self.training:
+            z = torch.cat(torch.split(self.g(y), 1, dim=1), dim=1)
+            return (-z if self.kind == "values" and x.sum() > 0 else z), y
+        return self.g(y) * 0.5, y
+
+
+class AroundOtherWays(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(OtherWay(kind) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            z, y = layer(x)
+            x = x + F.dropout(z, 0.2, self.training) + F.dropout(y, 0.2, self.training)
+        return x
+
+
+@pytest.mark.parametrize("kind", ["shapes", "values"])
+def test_a_leaf_that_goes_another_way_in_train_mode(kind: str) -> None:
+    model, x = AroundOtherWays(kind), torch.randn(2, 5, 8)
+    rewritten = resfx.rewrite(model, resfx.Standard(), (x,))
+    for mode in (True, False):
+        for value in (x, -x):
+            outputs = []
+            for module in (model.train(mode), rewritten.train(mode)):
+                torch.manual_seed(0)
+                outputs.append(module(value))
+            assert torch.equal(*outputs)
