@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import traceback
@@ -16,7 +17,12 @@ from resfx.capture_errors import CaptureError
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _DEMO = _HERE + "demo.py"  # the built-in example is a model like any user's
-_SKIPPED = (_TORCH, os.path.dirname(os.__file__) + os.sep + "contextlib")
+_NUMPY = importlib.util.find_spec("numpy")
+_SKIPPED = (
+    _TORCH,
+    os.path.dirname(os.__file__) + os.sep + "contextlib",
+    *((os.path.dirname(_NUMPY.origin) + os.sep,) if _NUMPY and _NUMPY.origin else ()),
+)
 
 _DATA_DEPENDENT = (
     "GuardOnDataDependentSymNode",
@@ -49,7 +55,7 @@ def without_own_frames(stack_trace: str) -> str:
 
 
 def is_machinery(file: str) -> bool:
-    """Does the file belong to torch, to contextlib or to this package, rather than to a model?"""
+    """Does the file belong to torch, to numpy, to contextlib or to this package, rather than to a model?"""
     return file.startswith(_SKIPPED) or (file.startswith(_HERE) and file != _DEMO)
 
 

@@ -75,7 +75,8 @@ class GraphedModule(nn.Module):
         if mode and self._train_refusal:
             raise CaptureError(
                 f"this model was captured in eval mode only: {self._train_refusal}."
-                " Rewrite a variant of the model that traces in train mode, for example without layer drop."
+                " Rewrite a variant whose train mode a graph can hold: layer drop, masks drawn by numpy and decisions on values can"
+                " often be switched off by the model's own options."
             )
         return super().train(mode)
 

@@ -225,7 +225,7 @@ def _extract(
 
     for node in _ordered(module.graph, inside):
         if node.op not in ("call_function", "call_method"):
-            raise ModesDiffer(f"the module `{node.target}` is called in one mode only")
+            raise ModesDiffer(f"the module `{node.target}` is called in one mode only, or otherwise in the other")
         env[node] = graph.node_copy(node, value)
     found = tuple(value(node) for node in results)
     graph.output(found[0] if len(found) == 1 else found)
