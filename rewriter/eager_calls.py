@@ -280,7 +280,9 @@ def _leaf(leaves: tuple[Any, ...], calls: tuple[_Call, ...]) -> Any:
         raise _Unlawful
     rank = len(shapes[0])
     sizes = enumerate(zip(*shapes, strict=True))
-    return _Made(tuple(_of_an_argument(axis, rank, seen, calls) or _size(seen, calls) for axis, seen in sizes), dtypes[0])
+    return _Made(
+        tuple(_of_an_argument(axis, rank, seen, calls) or _size(seen, calls) for axis, seen in sizes), dtypes[0]
+    )
 
 
 def _of_an_argument(axis: int, rank: int, sizes: tuple[int, ...], calls: tuple[_Call, ...]) -> Size | None:

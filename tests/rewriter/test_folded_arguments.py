@@ -65,5 +65,7 @@ class Tells(nn.Module):
 
 
 def test_a_captured_graph_that_fails_says_where() -> None:
-    with pytest.raises(resfx.CaptureError, match=r"captured graph fails .* in module `part`: ValueError: nothing is traced"):
+    with pytest.raises(
+        resfx.CaptureError, match=r"captured graph fails .* in module `part`: ValueError: nothing is traced"
+    ):
         resfx.rewrite(Tells().eval(), resfx.DeltaAttention(), (torch.randn(2, 3, 6),))
