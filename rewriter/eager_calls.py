@@ -118,7 +118,8 @@ def refuse_unfolded(graph: fx.Graph) -> None:
         if node.target is torch.ops.resfx.eager_call.default:
             raise CaptureError(
                 f"module `{node.args[2]}`, called at {source_of(node)}, can't be traced, and can't be kept as one call either: it takes"
-                " or returns values that no graph can hold. Give it tensors, numbers and plain containers."
+                " or returns values that no graph can hold, as a number or a flag made of a tensor (`.item()`). Give it tensors,"
+                " constants and plain containers."
             )
 
 
