@@ -114,7 +114,7 @@ class _Tracer(fx.Tracer):
         if node.op not in ("call_function", "call_method"):
             return None
         try:
-            return fake_result(node)
+            return fake_result(node, self.mode)
         except Exception:
             # Without a value the node is opaque: no site is found on it, nothing is guessed.
             return None

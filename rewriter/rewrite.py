@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy as copying
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from resfx.capture import capture, check_module, example_call
 from resfx.capture_errors import CaptureError
 from resfx.captured import Captured, capture_notes
 from resfx.folded_capture import capture_folded
-from resfx.graphed import TRAIN_REFUSAL
+from resfx.graphed import TRAIN_REFUSAL, GraphedModule
 from resfx.parts import parts_of
 from resfx.passes import Form, FormError, Plan
 from resfx.patterns import NoResidualFound, Rejected, Searched, Stream, open_modules, refresh, search
@@ -63,7 +64,8 @@ def rewrite(
 
     The result has the model's call signature and output types, its state_dict names plus `residual.*`, and `.residual_map`.
     A model whose own forward can't be traced comes back as what it is, an instance of its class, with the submodules rewritten
-    that trace and hold a stream: `residual_map.notes` names them.
+    that trace and hold a stream: `residual_map.notes` names them. One that can be captured in eval mode only gives a result in eval
+    mode, with a warning where it was in train mode.
     Errors: NoResidualFound (with the near misses), RewriteError, SelectionError, FormError, CaptureError and its kin.
     """
     _check(model, form)
@@ -86,12 +88,22 @@ def rewrite(
             raise
         wish = Wish(form, select, streams, warm_start)
         try:
-            return rewrite_parts(source, (call.args, call.kwargs), parts, wish, _rewrite_part, error)
+            result = rewrite_parts(source, (call.args, call.kwargs), parts, wish, _rewrite_part, error)
         except CaptureError:
             raise error from error.__cause__  # what stopped the whole stops a part too
+    _warn_of_mode(model, result)
     if isinstance(source, Rewritten):
         carry_over(source, result)
     return result
+
+
+def _warn_of_mode(model: nn.Module, result: nn.Module) -> None:
+    """Who hands in a model in train mode must not go on in eval mode unseen."""
+    if model.training and not all(part.trains for part in result.modules() if isinstance(part, GraphedModule)):
+        warnings.warn(
+            "the model is in train mode, the result in eval mode: train mode was not captured, `residual_map.notes` tells why",
+            stacklevel=4,
+        )
 
 
 def stream_plans(

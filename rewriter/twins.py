@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # In-place ops whose functional twin has another name.
 _RENAMED = {
@@ -84,12 +84,13 @@ def own_defaults(node: fx.Node, twin: Any) -> dict[str, Any]:
     }
 
 
-def fake_result(node: fx.Node) -> Any:
-    """The node's value on the fake values of its arguments; None where one has none."""
+def fake_result(node: fx.Node, mode: FakeTensorMode | None = None) -> Any:
+    """The node's value on the fake values of its arguments; None where one has none. `mode`: for tensors made of numbers alone."""
     values = [argument.meta.get("val") for argument in node.all_input_nodes]
     if any(value is None for value in values):
         return None
-    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    made = mode if node.target is getattr(torch, getattr(node.target, "__name__", ""), None) else None
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), made)
     args = fx.map_arg(node.args, lambda n: n.meta["val"])
     kwargs = fx.map_arg(node.kwargs, lambda n: n.meta["val"])
     target: Any = node.target

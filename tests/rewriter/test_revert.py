@@ -198,6 +198,13 @@ def test_eval_only_models_stay_so(x: Tensor) -> None:
     assert resfx.revert(both).train()(x)[1].dim() == 0
 
 
+def test_a_result_that_leaves_train_mode_says_so(x: Tensor) -> None:
+    with pytest.warns(UserWarning, match="in train mode, the result in eval mode") as caught:
+        result = resfx.rewrite(OtherInTraining().train(), resfx.Review(), (x,))
+    assert not result.training
+    assert caught[0].filename == __file__
+
+
 def test_errors(model: TwoStreams, x: Tensor) -> None:
     with pytest.raises(resfx.NotRewritten, match="TwoStreams is not rewritten and can't be reverted: pass what"):
         resfx.revert(model)
