@@ -45,7 +45,7 @@ def _key(node: fx.Node) -> tuple[Any, ...]:
     if call.op == "call_module":
         # Its place in the source is the last one inside of the leaf, which the modes need not share.
         return (node.op, node.target, _own_entry(call), () if call is node else node.args[1:])
-    target = str(node.target) if node.op in ("placeholder", "get_attr", "call_module") else node.target
+    target = str(node.target) if node.op in ("placeholder", "get_attr") else node.target
     lines = [line.strip() for line in str(node.meta.get("stack_trace", "")).splitlines() if "File " in line]
     return (node.op, target, tuple(call_entries(node)), lines[-1] if lines else "")
 
