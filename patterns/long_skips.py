@@ -6,13 +6,13 @@ Both add to a state what it began with. Around its stream goes the sum in which 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from resfx.patterns import dialect
 from resfx.patterns.chain import Chain
 from resfx.patterns.event_nodes import event_nodes
 from resfx.patterns.readings import Candidate, data_users
-from resfx.patterns.streams import Term
+from resfx.patterns.streams import Event, Term
 from resfx.patterns.threads import Threads
 
 
@@ -33,12 +33,11 @@ def _goes_round_its_stream(candidate: Candidate, threads: Threads, chain: Chain)
     if thread.entry is None or thread.sites[-1:] != [site]:
         return False
     starts = {thread.entry, *(event.before for event in chain.walk(thread.entry))}
-    return candidate.source in starts and not is_read_beside(term, chain)
+    return candidate.source in starts and not is_read_beside(term, list(chain.walk(term.operands[0])))
 
 
-def is_read_beside(term: Term, chain: Chain) -> bool:
-    """Is the state that the term carries read by others than the term's sum?"""
-    events = list(chain.walk(term.operands[0]))
+def is_read_beside(term: Term, events: Sequence[Event]) -> bool:
+    """Is the state that the term carries, and that went through `events`, read by others than the term's sum?"""
     on_the_way = set().union(*map(event_nodes, events))
     beside = any(user not in on_the_way for event in events for user in data_users(event.before))
     return beside or len(data_users(term.operands[0])) > 1

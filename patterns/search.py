@@ -251,10 +251,11 @@ class Search:
         site = self._chain.origin(term.operands[0])
         if site is None:
             return False
-        if carrier in (term.operands[0], *(event.before for event in self._chain.walk(term.operands[0]))):
+        events = list(self._chain.walk(term.operands[0]))
+        if carrier in (term.operands[0], *(event.before for event in events)):
             return False
         thread = self._threads.of(site)
-        return carrier in thread.states or carrier in thread.prefix or is_read_beside(term, self._chain)
+        return carrier in thread.states or carrier in thread.prefix or is_read_beside(term, events)
 
     def _goes_on_beside(self, term: Term, node: Node, carrier: Node) -> bool:
         """Is the term itself updated, `u + g(x + u)`, by what is computed from the sum `node`, which no sum adds to anything?
